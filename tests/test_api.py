@@ -75,6 +75,19 @@ def test_a_simulation_is_that_of_the_command(capsys: pytest.CaptureFixture[str])
     assert np.array_equal(result.ttft_s, again.ttft_s)
 
 
+def test_its_other_worlds_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    worlds: list[tuple[list[str], dict[str, object]]] = [
+        (["--bursts"], {"bursts": True}),
+        (["--diurnal", "0.8/300"], {"diurnal": (0.8, 300.0)}),
+        (["--bandwidth-steps", "east->home@60=3 Gbit/s"], {"bandwidth_steps": [("east->home", 60.0, 3e9)]}),
+    ]
+    for words, wanted in worlds:
+        cli.app(["simulate", str(PAPER), "--duration", "300", *words, "--json"], standalone_mode=False)
+        (told,) = json.loads(capsys.readouterr().out)["policies"].values()
+        result = api.simulate(PAPER, duration_s=300.0, **wanted)  # type: ignore[arg-type]
+        assert json.loads(json.dumps(result.summary())) == told
+
+
 def test_a_simulated_trace_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "own.csv"
     trace.write_text("at,in,out\n" + "".join(f"{n * n},{900 * n + 200},{n}\n" for n in range(30)))
@@ -99,6 +112,13 @@ def test_a_simulated_trace_is_that_of_the_command(tmp_path: Path, capsys: pytest
         ({"load": -1.0}, "above 0"),
         ({"requests_per_s": float("inf")}, "above 0"),
         ({"policy": "best"}, 'no policy "best"'),
+        ({"requests": 5, "duration_s": 5.0}, "give requests or duration_s, not both"),
+        ({"bursts": True, "diurnal": (0.5, 60.0)}, "not both"),
+        (
+            {"bursts": True, "trace": str(api.example_path("traces/mooncake_burst.jsonl.gz"))},
+            "a trace has its own",
+        ),
+        ({"bandwidth_steps": [("home->east", 5.0, 1e9)]}, 'there is no link "home->east"'),
         ({"trace": "none.csv"}, "none.csv: there is no such trace"),
         ({"trace": "none.csv", "columns": {"input": "a"}}, "named as arrival=COLUMN,"),
     ],

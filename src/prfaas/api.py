@@ -250,12 +250,17 @@ def simulate(
     requests_per_s: float | None = None,
     policy: str | None = None,
     params: "Mapping[str, float | str] | None" = None,
-    requests: int = 20_000,
+    requests: int | None = None,
+    duration_s: float | None = None,
     seed: int = 0,
+    bursts: bool = False,
+    diurnal: tuple[float, float] | None = None,
     trace: Path | str | None = None,
     columns: Mapping[str, str] | None = None,
     trace_format: str | None = None,
     cache_bytes: int | None = None,
+    pools: bool = True,
+    bandwidth_steps: "Iterable[tuple[str, float, float]]" = (),
     outages: "Iterable[tuple[str, float, float]]" = (),
     failures: "Iterable[tuple[str, float, float]]" = (),
 ) -> "Result":
@@ -270,7 +275,10 @@ def simulate(
         requests_per_s: the arrival rate itself, in place of a load.
         policy: one of `POLICIES`, an installed one, or `package.module:Class`; None: the file's.
         params: of the policy; None: the file's, where the policy is the file's.
-        requests: how many arrive. The first tenth of the time is not counted.
+        requests: how many arrive, 20,000 unless a duration is given. The first tenth of the time is not counted.
+        duration_s: simulated seconds of arrivals instead.
+        bursts: the same mean rate in phases, 0.7 × it for 60 s on average and 2.2 × for 15 s.
+        diurnal: the same mean rate as a sine: its swing from 0 to 1, and its period in seconds.
         seed: the same seed gives the same numbers.
         trace: the file of a recorded trace in place of made-up traffic; its times are scaled to the rate, and it is
             repeated as often as needed.
@@ -278,6 +286,8 @@ def simulate(
             `arrival_ms`: milliseconds), `input` and `output` (tokens) are called.
         trace_format: of the trace, as `prfaas simulate --format`; None: as the file tells.
         cache_bytes: memory of every instance for its prefix cache; None: 64 GiB with a trace, none without.
+        pools: False: without the pools that the file has.
+        bandwidth_steps: links that change: ("east->home", 600, 2e9) carries 2 Gbit/s from second 600 on.
         outages: links that carry nothing: ("east->home", 600, 60) from second 600 on for 60 s.
         failures: instances that are gone, likewise: ("home-0", 600, 60).
 
@@ -287,7 +297,8 @@ def simulate(
 
     Raises:
         DeploymentError: the first thing that is wrong with the file, with its line and field.
-        ValueError: both a load and a rate, a rate of 0 or less, or a link or instance that there is not.
+        ValueError: both a load and a rate, a rate of 0 or less, a trace with other arrivals, both `requests` and
+            `duration_s`, or a link or instance that there is not.
         PolicyError: a policy that there is not, or a parameter that it does not take.
         WorkloadError: a trace that can't be read.
 
@@ -297,22 +308,37 @@ def simulate(
         >>> summary["lost"], summary["stable"], 0 < summary["offloaded_fraction"] < 1
         (0, True, True)
     """
+    from functools import partial
+
     import numpy as np
 
+    from prfaas.core.workload.arrivals import Poisson, arrivals_at
     from prfaas.lab.simulator import simulate as run
     from prfaas.lab.simulator.recording import caches_for, traffic_for
-    from prfaas.lab.simulator.scenario import Failure, as_deployed
+    from prfaas.lab.simulator.scenario import Failure, as_deployed, stepped
 
+    if requests is not None and duration_s is not None:
+        raise ValueError("give requests or duration_s, not both")
     planned = _planned(deployment)
-    traffic = traffic_for(planned, load, requests_per_s, trace, columns, trace_format)
+    is_shaped = bursts or diurnal is not None
+    arrivals = partial(arrivals_at, bursts=bursts, diurnal=diurnal) if is_shaped else Poisson
+    traffic = traffic_for(planned, load, requests_per_s, trace, columns, trace_format, arrivals)
     scenario = as_deployed(
         planned,
         policy,
         params,
         caches=caches_for(planned, cache_bytes, has_trace=trace is not None),
+        pools=None if pools else {},
+        links=stepped(planned, bandwidth_steps),
         failures=[Failure(what, at_s, lasts_s) for what, at_s, lasts_s in (*outages, *failures)],
     )
-    return run(scenario, traffic.chunks(np.random.default_rng(seed)), seed=seed, requests=requests)
+    return run(
+        scenario,
+        traffic.chunks(np.random.default_rng(seed)),
+        seed=seed,
+        requests=20_000 if requests is None and duration_s is None else requests,
+        duration_s=duration_s,
+    )
 
 
 def _planned(deployment: "PlannedDeployment | Path | str") -> "PlannedDeployment":

@@ -304,7 +304,12 @@ BAD = {
     "memory of no caches": (["--cache-memory", "5 GiB"], "there are none: give --caches, too"),
     "trace and bursts": (
         ["--trace", str(BURST), "--bursts"],
-        "--bursts makes up arrivals; a --trace has its own",
+        "--bursts and --diurnal make up arrivals; a --trace has its own",
+    ),
+    "bursts by day and night": (["--bursts", "--diurnal", "0.5/60"], "as day and night, not both"),
+    "a line that fluctuates in steps": (
+        ["--link-fluctuation", "0.3:30", "--bandwidth-steps", "east->home@5=1 Gbit/s"],
+        "give --bandwidth-steps or --link-fluctuation, not both",
     ),
     "no trace": (["--trace", "none.jsonl"], "none.jsonl"),
     "columns of no trace": (
@@ -482,9 +487,36 @@ def test_a_line_that_is_cut_and_an_instance_that_is_gone(
     assert cut["lost"] == gone["lost"] == 0
 
 
+def test_a_line_that_becomes_narrow_and_traffic_of_day_and_night(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lived(*options: str) -> Any:
+        return simulated(monkeypatch, capsys, PAPER, "--policy", "paper", *options, requests=2000)
+
+    usual = lived()
+    same = lived("--bandwidth-steps", "east->home@0=100 Gbit/s")
+    narrow = lived("--bandwidth-steps", "east->home@300=2 Gbit/s", "--bandwidth-steps", "east->home@400=5e9")
+    waves = lived("--diurnal", "0.9/600")
+    assert same["policies"] == usual["policies"] and usual["bandwidth_steps"] == []
+    assert narrow["bandwidth_steps"] == ["east->home@300=2 Gbit/s", "east->home@400=5e9"]
+    shares = [each["policies"]["paper"]["offloaded_fraction"] for each in (usual, narrow)]
+    assert shares[1] < 0.9 * shares[0]
+    assert waves["arrivals"]["process"] == "diurnal" and waves["arrivals"]["period_s"] == 600
+    assert waves["policies"]["paper"]["ttft_p99_s"] > 1.5 * usual["policies"]["paper"]["ttft_p99_s"]
+
+
 @pytest.mark.parametrize(
     ("option", "text", "message"),
     [
+        ("--bandwidth-steps", "east->home@5", 'write it as "east->home@600=2 Gbit/s"'),
+        ("--bandwidth-steps", "east->home=2 Gbit/s", 'write it as "east->home@600=2 Gbit/s"'),
+        ("--bandwidth-steps", "home->east@5=2 Gbit/s", 'there is no link "home->east"; there are'),
+        ("--bandwidth-steps", "east->home@-5=2 Gbit/s", "is told from 0 s on"),
+        ("--bandwidth-steps", "east->home@inf=2 Gbit/s", "is a number at a time"),
+        ("--diurnal", "0.8", "write SWING/SECONDS, for example 0.8/86400"),
+        ("--diurnal", "a/b", "write SWING/SECONDS, for example 0.8/86400"),
+        ("--diurnal", "1.5/60", "--diurnal: the swing of a rate must be in [0, 1]"),
+        ("--diurnal", "0.5/nan", "a period must be above 0"),
         ("--outage", "east->home", "write it as east->home@600+60"),
         ("--outage", "east->home@-1+5", "write it as east->home@600+60"),
         ("--outage", "home-0@1+5", "write it as east->home@600+60"),

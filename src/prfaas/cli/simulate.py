@@ -57,6 +57,13 @@ def simulate(
             "--bursts", help="The same mean rate in phases: 0.7 × it for 60 s on average, 2.2 × for 15 s."
         ),
     ] = False,
+    diurnal: Annotated[
+        str | None,
+        _arrival_option(
+            metavar="SWING/S",
+            help="The same mean rate as a sine: swing from 0 to 1, period in seconds, e.g. 0.8/86400.",
+        ),
+    ] = None,
     seed: Annotated[int, _arrival_option(min=0, help="Another seed, other traffic.")] = 0,
     seeds: Annotated[
         int, _arrival_option(min=1, help="So many seeds from this one on, with 95 % intervals.")
@@ -97,6 +104,14 @@ def simulate(
         _world_option(
             metavar="SD:CORRELATION_S",
             help="Let bandwidths vary: standard deviation as a share, and correlation time, e.g. 0.3:30.",
+        ),
+    ] = None,
+    steps: Annotated[
+        list[str] | None,
+        _world_option(
+            "--bandwidth-steps",
+            metavar="LINK@T=BANDWIDTH",
+            help='Another bandwidth from second T on, e.g. "east->home@600=2 Gbit/s"; may be repeated.',
         ),
     ] = None,
     outage: Annotated[
@@ -145,13 +160,12 @@ def simulate(
     from prfaas.cli.simulate_inputs import (
         caches_asked,
         failures_of,
-        fluctuation,
-        made_up,
+        links_asked,
         parse_changes,
         policies_of,
-        recorded,
         records_file,
         scenario_for,
+        traffic_asked,
     )
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import best_operation, problem_of
@@ -164,8 +178,6 @@ def simulate(
     problem = problem_of(planned)
     asked = policies_of(planned, policy, compare, param or ())
     trace = asked_trace.read()
-    if trace is not None and bursts:
-        raise CliError("--bursts makes up arrivals; a --trace has its own")
     recording = None if trace is None else Recording.of(planned, problem, trace)
     lambda_max = best_operation(problem).lambda_max if recording is None else recording.lambda_max_rps
     if lambda_max == 0:
@@ -173,13 +185,10 @@ def simulate(
             f"{deployment}: can serve nothing by `prfaas plan`; it needs instances that prefill and that decode"
         )
     rate_rps, failures = _rate(load, rate, lambda_max, length), failures_of(outage, fail)
-    links = fluctuation(planned, link_fluctuation)
+    links = links_asked(planned, link_fluctuation, steps or ())
     options = caches_asked(planned, trace is not None if caches is None else caches, cache_memory)
     pools = pools_asked(planned, pools_given)
-    if recording is None:
-        traffic = made_up(problem, rate_rps, bursts=bursts)
-    else:
-        traffic = recorded(recording, Path(recording.trace.name).name, rate_rps)
+    traffic = traffic_asked(problem, recording, rate_rps, bursts=bursts, diurnal=diurnal)
     _check_any(traffic, seed, length[1])
     folder = None if report is None else made_folder(report)
     rows = records_file(records)
@@ -204,6 +213,7 @@ def simulate(
         caches=options,
         pools=pools,
         link_fluctuation=link_fluctuation,
+        bandwidth_steps=steps or (),
         failures=failures,
         changes=changes,
         changes_text=set_fields or (),

@@ -16,18 +16,13 @@ if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
     from prfaas.core.planner import PlanProblem
     from prfaas.core.scheduling import Setting
-    from prfaas.core.workload.arrivals import Arrivals
+    from prfaas.core.workload.arrivals import Diurnal, Mmpp, Poisson
     from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
     from prfaas.lab.report.records import RecordsFile
     from prfaas.lab.simulator import CacheOptions, PoolOptions, Scenario
     from prfaas.lab.simulator.capacity import CapacityProcess
     from prfaas.lab.simulator.recording import Recording
     from prfaas.lab.simulator.scenario import Failure
-
-
-CALM, CALM_S = 0.7, 60.0
-BURST, BURST_S = 2.2, 15.0
-"""Phases of `--bursts`: shares of the mean rate, and how long they last on average. Their mean is 1 by time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +64,41 @@ def failures_of(outages: Sequence[str] | None, fails: Sequence[str] | None) -> "
     return found
 
 
-def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> SimulatedTraffic:
+def traffic_asked(
+    problem: "PlanProblem",
+    recording: "Recording | None",
+    rate_rps: float,
+    *,
+    bursts: bool,
+    diurnal: str | None,
+) -> SimulatedTraffic:
+    """The recorded trace at one rate, or what is made up.
+
+    Raises:
+        CliError: `--bursts` and `--diurnal`, one of them with a trace, or no swing and period.
+        WorkloadError: the trace has no duration and so no rate.
+    """
+    if recording is None:
+        return _made_up(problem, rate_rps, bursts=bursts, diurnal=diurnal)
+    if bursts or diurnal is not None:
+        raise CliError("--bursts and --diurnal make up arrivals; a --trace has its own")
+    return _recorded(recording, rate_rps)
+
+
+def _made_up(
+    problem: "PlanProblem", rate_rps: float, *, bursts: bool, diurnal: str | None
+) -> SimulatedTraffic:
     """Prompts from the deployment file's lengths, all answers of its mean length."""
-    from prfaas.core.workload import fixed
-    from prfaas.core.workload.arrivals import Mmpp, Phase, Poisson
+    from prfaas.core.workload import WorkloadError, fixed
+    from prfaas.core.workload.arrivals import arrivals_at
     from prfaas.core.workload.traffic import IndependentTraffic
 
     workload = problem.workload
-    arrivals: Arrivals = Poisson(rate_rps)
-    described: dict[str, Any] = {"process": "poisson"}
-    text = "Poisson arrivals"
-    if bursts:
-        calm, burst = Phase(CALM * rate_rps, CALM_S), Phase(BURST * rate_rps, BURST_S)
-        arrivals = Mmpp((calm, burst))
-        described = {
-            "process": "mmpp",
-            "phases": [{"rate_rps": each.rate_per_s, "mean_s": each.dwell_s} for each in (calm, burst)],
-        }
-        text = f"bursts: {CALM:g} × the mean rate for {CALM_S:g} s on average, then {BURST:g} × for {BURST_S:g} s"
+    try:
+        arrivals = arrivals_at(rate_rps, bursts=bursts, diurnal=_swing_and_period(diurnal))
+    except WorkloadError as error:
+        raise CliError(f"--diurnal: {error}") from None
+    described, text = _described(arrivals)
     lengths = workload.uncached
     described |= {
         "mean_input_tokens": lengths.mean(),
@@ -108,13 +120,38 @@ def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> Simulat
     return SimulatedTraffic(traffic, described, text, tuple(notes))
 
 
-def recorded(recording: "Recording", name: str, rate_rps: float) -> SimulatedTraffic:
-    """A recorded trace at one rate, with its description.
+def _swing_and_period(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    swing, sign, period_s = text.partition("/")
+    try:
+        if not sign:
+            raise ValueError
+        return float(swing), float(period_s)
+    except ValueError:
+        raise CliError(f'--diurnal "{text}": write SWING/SECONDS, for example 0.8/86400') from None
 
-    Raises:
-        WorkloadError: the trace has no duration and so no rate.
-    """
+
+def _described(arrivals: "Poisson | Mmpp | Diurnal") -> tuple[dict[str, Any], str]:
+    from prfaas.core.workload.arrivals import BURST, CALM, Diurnal, Mmpp
+
+    if isinstance(arrivals, Mmpp):
+        phases = [{"rate_rps": each.rate_per_s, "mean_s": each.dwell_s} for each in arrivals.phases]
+        text = (
+            f"bursts: {CALM.rate_per_s:g} × the mean rate for {CALM.dwell_s:g} s on average, then "
+            f"{BURST.rate_per_s:g} × for {BURST.dwell_s:g} s"
+        )
+        return {"process": "mmpp", "phases": phases}, text
+    if isinstance(arrivals, Diurnal):
+        least, most = (1 + side * arrivals.swing for side in (-1, 1))
+        text = f"day and night: {least:g} to {most:g} × the mean rate, every {arrivals.period_s:,.0f} s"
+        return {"process": "diurnal", "swing": arrivals.swing, "period_s": arrivals.period_s}, text
+    return {"process": "poisson"}, "Poisson arrivals"
+
+
+def _recorded(recording: "Recording", rate_rps: float) -> SimulatedTraffic:
     trace = recording.trace
+    name = Path(trace.name).name
     traffic = recording.at_rate(rate_rps)
     described = {
         "process": "trace",
@@ -299,14 +336,25 @@ def caches_asked(
         raise CliError(f"--caches: {error}") from None
 
 
-def fluctuation(deployment: "PlannedDeployment", text: str | None) -> "dict[str, CapacityProcess]":
-    """From `--link-fluctuation SD:CORRELATION_S`: every link around its bandwidth in the file.
+def links_asked(
+    deployment: "PlannedDeployment", fluctuation: str | None, steps: Sequence[str]
+) -> "dict[str, CapacityProcess]":
+    """Links that are not as in the file all the time.
+
+    Args:
+        deployment: the file.
+        fluctuation: SD:CORRELATION_S, of every link around its bandwidth in the file.
+        steps: LINK@T=BANDWIDTH each.
 
     Raises:
-        CliError: another form, or numbers out of range.
+        CliError: both, another form, a link that there is not, or numbers out of range.
     """
-    if text is None:
-        return {}
+    if steps and fluctuation is not None:
+        raise CliError("give --bandwidth-steps or --link-fluctuation, not both")
+    return _stepped(deployment, steps) if fluctuation is None else _fluctuating(deployment, fluctuation)
+
+
+def _fluctuating(deployment: "PlannedDeployment", text: str) -> "dict[str, CapacityProcess]":
     from prfaas.lab.simulator.capacity import Fluctuating
 
     parts = text.split(":")
@@ -323,3 +371,23 @@ def fluctuation(deployment: "PlannedDeployment", text: str | None) -> "dict[str,
         link.name: Fluctuating(link.bandwidth_bits_per_s, relative_sd, correlation_s)
         for link in deployment.links
     }
+
+
+def _stepped(deployment: "PlannedDeployment", texts: Sequence[str]) -> "dict[str, CapacityProcess]":
+    from prfaas.lab.simulator.scenario import stepped
+
+    steps: list[tuple[str, float, float]] = []
+    for text in texts:
+        option = f'--bandwidth-steps "{text}"'
+        what, sign, value = text.partition("=")
+        link, _, at = what.rpartition("@")
+        try:
+            at_s = float(at if sign else "")
+        except ValueError:
+            raise CliError(f'{option}: write it as "east->home@600=2 Gbit/s", from second 600 on') from None
+        steps.append((link, at_s, field_number(option, "bandwidth", value)))
+        try:
+            stepped(deployment, steps)
+        except ValueError as error:
+            raise CliError(f"{option}: {error}") from None
+    return stepped(deployment, steps)

@@ -151,6 +151,8 @@ class Mmpp(Arrivals):
             yield ends_s, integrals
 
 
+CALM, BURST = Phase(0.7, 60.0), Phase(2.2, 15.0)
+"""Usual bursts: rates as shares of the mean rate. Their mean by time is 1."""
 DAY_S = 86_400.0
 
 
@@ -192,3 +194,23 @@ class Diurnal(Arrivals):
             kept = times[thinning.random(len(times)) * highest < level]
             if len(kept):
                 yield kept
+
+
+def arrivals_at(
+    rate_per_s: float, *, bursts: bool = False, diurnal: tuple[float, float] | None = None
+) -> Poisson | Mmpp | Diurnal:
+    """Arrivals of a mean rate: independent, in the phases `CALM` and `BURST`, or as day and night.
+
+    `diurnal`: the swing, and the period in seconds.
+
+    Raises:
+        WorkloadError: bursts and day and night, or numbers out of range.
+    """
+    if bursts and diurnal is not None:
+        raise WorkloadError("arrivals come in bursts, or as day and night, not both")
+    if diurnal is not None:
+        swing, period_s = diurnal
+        return Diurnal(rate_per_s, swing, period_s)
+    if bursts:
+        return Mmpp(tuple(Phase(each.rate_per_s * rate_per_s, each.dwell_s) for each in (CALM, BURST)))
+    return Poisson(rate_per_s)

@@ -50,6 +50,8 @@ class SimulationReport:
     """Of each machine, by cluster."""
     link_fluctuation: str | None = None
     """SD:CORRELATION_S, as it was asked for."""
+    bandwidth_steps: Sequence[str] = ()
+    """LINK@T=BANDWIDTH, as they were asked for."""
     failures: Sequence[Failure] = ()
     """Links and instances that are gone for a time."""
     changes: Mapping[str, float] | None = None
@@ -105,6 +107,8 @@ class SimulationReport:
         if self.failures:
             gone = [f"{each.what} from {each.at_s:g} s on for {each.lasts_s:g} s" for each in self.failures]
             facts.append(("gone", "; ".join(gone)))
+        if self.bandwidth_steps:
+            facts.append(("bandwidth steps", "; ".join(self.bandwidth_steps)))
         if self.changes_text:
             facts.append(("changed in the file", "; ".join(self.changes_text)))
         if self.params:
@@ -125,6 +129,7 @@ class SimulationReport:
             "caches": None if self.caches is None else asdict(self.caches),
             "pools": {name: asdict(options) for name, options in self.pools.items()},
             "link_fluctuation": self.link_fluctuation,
+            "bandwidth_steps": [*self.bandwidth_steps],
             "failures": [asdict(each) for each in self.failures],
             "changes": self.changes or {},
             "params": {policy: dict(params) for policy, params in self.params.items()},

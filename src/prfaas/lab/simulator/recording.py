@@ -1,14 +1,14 @@
 """A recorded trace, planned for on a deployment."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import PlanProblem, best_operation, problem_of, problem_of_trace, range_tokens
 from prfaas.core.workload import RequestTrace, TraceColumns, fixed, read_requests
-from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.arrivals import Arrivals, Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic, Traffic
 from prfaas.lab.simulator.prefix_caches import CacheOptions
 
@@ -63,11 +63,14 @@ def traffic_for(
     trace: Path | str | None,
     columns: Mapping[str, str] | None,
     form: str | None = None,
+    arrivals_at: Callable[[float], Arrivals] = Poisson,
 ) -> Traffic:
     """A trace or made-up prompts, at a rate, or at a load (0.7) of what the planner finds for them.
 
+    `arrivals_at`: those of made-up prompts at a mean rate.
+
     Raises:
-        ValueError: both a load and a rate, or a rate of 0 or less.
+        ValueError: both a load and a rate, a rate of 0 or less, or a trace that is to have other arrivals.
         WorkloadError: a trace that can't be read.
     """
     if load is not None and requests_per_s is not None:
@@ -83,6 +86,8 @@ def traffic_for(
     if not (math.isfinite(rate) and rate > 0):
         raise ValueError(f"requests must arrive at a rate above 0, not {rate:g} per second")
     if recording is not None:
+        if arrivals_at is not Poisson:
+            raise ValueError("bursts, day and night are of made-up arrivals; a trace has its own")
         return recording.at_rate(rate)
     workload = problem.workload
-    return IndependentTraffic(Poisson(rate), workload.uncached, fixed(workload.output_tokens))
+    return IndependentTraffic(arrivals_at(rate), workload.uncached, fixed(workload.output_tokens))

@@ -1,7 +1,7 @@
 """Scenarios: clusters, links, roles, the policy and everything that will go wrong."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Concatenate, ParamSpec
 
@@ -18,7 +18,7 @@ from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.planner.from_deployment import mapping_bits_per_s
 from prfaas.core.scheduling.forecast import Foresight
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
-from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
+from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted, Steps
 from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.simulator.prefix_caches import CacheOptions
 from prfaas.lab.simulator.simulated_cluster import SimulatedCluster, cluster_of
@@ -311,6 +311,23 @@ def as_deployed(
         allocation=planned.control.allocation,
         **more,
     )
+
+
+def stepped(
+    planned: PlannedDeployment, steps: Iterable[tuple[str, float, float]]
+) -> dict[str, CapacityProcess]:
+    """Capacities by link that begin as in the file; each of `steps` is (link, from this second on, bits per second).
+
+    Raises:
+        ValueError: a link that there is not, or times or bandwidths out of range.
+    """
+    pieces: dict[str, dict[float, float]] = {}
+    bandwidths = {link.name: link.bandwidth_bits_per_s for link in planned.links}
+    for link, at_s, bits_per_s in steps:
+        if link not in bandwidths:
+            raise ValueError(f'there is no link "{link}"; there are {list(bandwidths)}')
+        pieces.setdefault(link, {0.0: bandwidths[link]})[at_s] = bits_per_s
+    return {link: Steps(tuple(sorted(each.items()))) for link, each in pieces.items()}
 
 
 def pools_of(planned: PlannedDeployment) -> dict[str, PoolOptions]:
