@@ -19,7 +19,6 @@ from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.bodies import ApiError, reason_of
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_trace import STEP_NAMES
-from prfaas.serving.gateway.ways.kv_transfer import TransferredBytes
 from prfaas.serving.logs import REQUEST_ID
 from prfaas.serving.tracing import AttributeValue
 
@@ -35,6 +34,26 @@ class WaitsFor(StrEnum):
     PREFILL_INSTANCE = "prefill_instance"
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferredBytes:
+    """What a completed transfer moved, summed over ranks."""
+
+    total_bytes: int
+    overlapped_bytes: int
+    """Bytes that had arrived when the prefill ended."""
+    spared_bytes: int = 0
+    """By how many bytes compression made them less on the link."""
+    cached_tokens: int | None = None
+    """Tokens that the producer reused, by its own word; None: it did not say."""
+    checkpoint_bytes: int = 0
+    """What checkpoints moved beside it."""
+
+    @property
+    def overlapped_fraction(self) -> float:
+        """Share of the bytes that cost no time of their own; 1 when there was nothing to move."""
+        return self.overlapped_bytes / self.total_bytes if self.total_bytes else 1.0
 
 
 @dataclass(slots=True)

@@ -161,7 +161,7 @@ class Gateway:
             prefill=prefill,
             answers=Answering(context, tokenization=self._tokenization, prefill=prefill, shadow=self._shadow),
         )
-        self.routes = Routes(deployment, generation, context, self.clients)
+        self.routes = Routes(deployment, generation.handle, context, self.clients)
         self.history = StateHistory(plane.state)
         token_file = config.admin.token_file
         token = None if token_file is None else load_token(token_file)

@@ -17,6 +17,7 @@ from prfaas.core.units import GB
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, EngineCallError
 from prfaas.serving.gateway.metrics import Metrics
+from prfaas.serving.gateway.request_log import TransferredBytes
 from prfaas.serving.gateway.ways.first_token import FirstTokenAsk
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.running_deployment import RunningDeployment
@@ -52,26 +53,6 @@ class TransferFailedError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class TransferredBytes:
-    """What a completed transfer moved, summed over ranks."""
-
-    total_bytes: int
-    overlapped_bytes: int
-    """Bytes that had arrived when the prefill ended."""
-    spared_bytes: int = 0
-    """By how many bytes compression made them less on the link."""
-    cached_tokens: int | None = None
-    """Tokens that the producer reused, by its own word; None: it did not say."""
-    checkpoint_bytes: int = 0
-    """What checkpoints moved beside it."""
-
-    @property
-    def overlapped_fraction(self) -> float:
-        """Share of the bytes that cost no time of their own; 1 when there was nothing to move."""
-        return self.overlapped_bytes / self.total_bytes if self.total_bytes else 1.0
 
 
 @dataclass(frozen=True, slots=True)
