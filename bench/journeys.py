@@ -64,7 +64,7 @@ NAMES_BEFORE = {
     "threshold question": "control.thresholds:Thresholds.ask",
 }
 NAMES_NOW = {
-    "event loop": "serving.control.kv_events:EventFeed._stay",
+    "event loop": "serving.control.kv_events:EventFeed._follow.<locals>.<lambda>",
     "decision": "serving.control.router:Router.route",
     "link loop": "serving.control.link_monitor:LinkMonitor.run",
     "threshold loop": "serving.control.thresholds:Thresholds.run",
@@ -248,7 +248,7 @@ def request_journey(log: Log, spans: Spans) -> Journey:
 def event_journey(log: Log, spans: Spans, numbers: Mapping[str, int]) -> Journey:
     # Events that come over ZMQ have a thread; those that KV ports tell come in the loop that asks for them.
     begins = {numbers[each] for each in ("event loop", "event thread") if each in numbers}
-    entries = [entry for entry in log.entries if not begins.isdisjoint((*entry.way, *entry.stack))]
+    entries = log.on_way(begins)
     idle = {entry.function for entry in within(entries, spans.idle)}
     after = within(entries, spans.event)
     busy = [place for place, entry in enumerate(after) if entry.function not in idle]

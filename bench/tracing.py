@@ -25,8 +25,7 @@ from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestLog, TransferredBytes
 from prfaas.serving.gateway.request_trace import decision_attributes, engine_call
-from prfaas.serving.gateway.ways.kv_transfer import TransferSpec
-from prfaas.serving.gateway.ways.push import HopTrace
+from prfaas.serving.gateway.ways.push import HopTrace, TransferSpec
 from prfaas.serving.tracing.collector import TraceCollector
 from prfaas.serving.tracing.otel import OtelTracing
 

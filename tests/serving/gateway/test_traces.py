@@ -16,7 +16,8 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from tests.trace_collector import Collector, SeenSpan, running_collector
 
 from prfaas.core.deployment import TracingConfig
-from prfaas.serving.gateway.request_trace import error_word, finish_reasons
+from prfaas.serving.gateway.answers.answer_bytes import finish_reasons
+from prfaas.serving.gateway.request_trace import error_word
 from prfaas.serving.tracing import otel
 
 from .stand_in import answer_text

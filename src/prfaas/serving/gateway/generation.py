@@ -3,6 +3,8 @@
 import logging
 import math
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from aiohttp import web
 
@@ -44,6 +46,10 @@ class Generation:
         self._validation = validation
         self._prefill = prefill
         self._answers = answers
+
+    def handler_of(self, endpoint: Endpoint) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """What serves requests to one endpoint."""
+        return partial(self.handle, endpoint=endpoint)
 
     async def handle(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """Serve one request.

@@ -7,7 +7,6 @@ holds anything of a prompt or an answer.
 
 import asyncio
 import math
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,13 +17,6 @@ from prfaas.serving.tracing import CANCELLED, Attributes, AttributeValue
 if TYPE_CHECKING:
     from prfaas.serving.tracing.otel import OtelSpan, OtelTrace
 
-# Fixed words: in "stop_reason" vLLM quotes the client's own stop string.
-_REASONS = rb"stop|length|tool_calls|function_call|content_filter|abort|error|repetition"
-_FINISH_REASON = re.compile(rb'"finish_reason":\s?"(' + _REASONS + rb')"')
-_STOP_REASON = re.compile(
-    rb'"stop_reason":\s?"(end_turn|max_tokens|stop_sequence|tool_use|pause_turn|refusal)"'
-)
-_MOST_REASONS = 16
 
 STEP_NAMES = {"read": "read", "tokenize": "tokenize", "turn": "wait_for_turn"}
 """Steps of a request's record that are spans too, under these names."""
@@ -50,12 +42,6 @@ def decision_attributes(decision: Decision, policy: str) -> dict[str, AttributeV
         if math.isfinite(value):
             told[name] = float(value)
     return told
-
-
-def finish_reasons(tail: bytes) -> list[str]:
-    """Why the answers of a request ended, from the end of what was written. In generated text quotes are escaped."""
-    found = _FINISH_REASON.findall(tail) or _STOP_REASON.findall(tail)
-    return [reason.decode("ascii") for reason in found[-_MOST_REASONS:]]
 
 
 def error_word(error: BaseException) -> str:

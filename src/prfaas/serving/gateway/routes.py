@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -127,13 +126,13 @@ class Routes:
     def __init__(
         self,
         deployment: Deployment,
-        handle: Callable[[web.Request, Endpoint], Awaitable[web.StreamResponse]],
+        handler_of: Callable[[Endpoint], Handler],
         context: GatewayContext,
         clients: Clients | None,
     ) -> None:
-        """`handle`: serves what engines answer (`Endpoint`). `clients`: who may send; None: everybody."""
+        """`handler_of`: serves what engines answer. `clients`: who may send; None: everybody."""
         self._model = deployment.model
-        self._handle = handle
+        self._handler_of = handler_of
         self._plane = context.plane
         self._draining = context.draining
         self._max_body_bytes = context.options.max_body_bytes
@@ -151,7 +150,7 @@ class Routes:
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/version", self._get_version, allow_head=False)
         for endpoint in Endpoint:
-            app.router.add_post(endpoint.path, partial(self._handle, endpoint=endpoint))
+            app.router.add_post(endpoint.path, self._handler_of(endpoint))
         return app
 
     async def _models(self, _request: web.Request) -> web.Response:

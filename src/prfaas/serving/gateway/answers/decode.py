@@ -7,15 +7,14 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from prfaas.serving.gateway.answers.answer_bytes import PromptCut, TakenIds, note_answer_tokens
 from prfaas.serving.gateway.answers.streams import (
     EVENT_STREAM,
     DecodeFailedError,
     EventStream,
     ResponseWriter,
-    note_answer_tokens,
     read_whole,
 )
-from prfaas.serving.gateway.answers.taken_ids import PromptCut, TakenIds
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of

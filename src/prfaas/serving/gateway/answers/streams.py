@@ -6,7 +6,6 @@ Nothing of it is parsed.
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -15,15 +14,19 @@ from typing import Self
 import orjson
 from aiohttp import HttpVersion11, web
 
-from prfaas.serving.gateway.answers.hidden_usage import safe_end, without_cached_tokens
-from prfaas.serving.gateway.answers.taken_ids import PromptCut, TakenIds
+from prfaas.serving.gateway.answers.answer_bytes import (
+    PromptCut,
+    TakenIds,
+    note_answer_tokens,
+    safe_end,
+    without_cached_tokens,
+)
 from prfaas.serving.gateway.bodies import ApiError, without_transfer_params
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord
-from prfaas.serving.gateway.request_trace import finish_reasons
 
 EVENT_STREAM = "text/event-stream"
 _HEAD_TYPE = "text/event-stream; charset=utf-8"
@@ -36,10 +39,6 @@ _LAST_WORDS_S = 1.0
 # A client that takes nothing of its answer for so long is cut off.
 _UNREAD_S = 60.0
 
-# In generated text the quotes would be escaped. The usage stands at the end.
-_ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?(\d+)')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?(\d{1,9})')
-_USAGE_BYTES = 2048
 # With so much unsent to one client, its engine's stream waits.
 _UNSENT_BYTES = 64 << 10
 
@@ -209,21 +208,6 @@ async def read_whole(response: EngineResponse, instance: str, record: RequestRec
         raise _broken(instance, error) from error
     note_answer_tokens(record, body)
     return WholeAnswer(response.status, without_transfer_params(body), response.content_type)
-
-
-def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
-    """Record how many tokens were generated, if the last piece of an answer says so; and why it ended, for a trace."""
-    found = _ANSWER_TOKENS.findall(piece, max(len(piece) - _USAGE_BYTES, 0))
-    if found:
-        record.answer_tokens = int(found[-1])
-    if record.trace is not None:
-        record.finish_reasons = finish_reasons(piece) or record.finish_reasons
-
-
-def cached_tokens_of(answer: bytes) -> int | None:
-    """Tokens of the prompt that the engine reused, by the usage of a whole answer; None if it does not say."""
-    found = _CACHED_TOKENS.search(answer, max(len(answer) - _USAGE_BYTES, 0))
-    return int(found.group(1)) if found is not None else None
 
 
 def _broken(instance: str, error: OSError) -> DecodeFailedError:

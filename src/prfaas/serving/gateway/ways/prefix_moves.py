@@ -7,15 +7,14 @@ from msgspec.structs import replace
 from prfaas.core.scheduling import CacheTransfer, Decision
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants, TokenizedPrompt
+from prfaas.serving.gateway.request_log import TransferredBytes
 from prfaas.serving.gateway.ways.kv_transfer import (
     EgressBill,
     HopFailedError,
     MovedPrefix,
     TransferDone,
-    TransferredBytes,
-    TransferSpec,
 )
-from prfaas.serving.gateway.ways.push import PrefillHop
+from prfaas.serving.gateway.ways.push import PrefillHop, TransferSpec
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.tracing import AttributeValue
 from prfaas.serving.transport.requests import CopyResult

@@ -11,8 +11,7 @@ from prfaas.core.scheduling.preemption import goes_on_at_decode
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.prompt import PROMPT_LOGPROBS, DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
-from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, FirstTokenHeldError
-from prfaas.serving.gateway.ways.first_token_rules import FirstTokenRules
+from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, FirstTokenHeldError, FirstTokenRules
 from prfaas.serving.gateway.ways.kv_transfer import (
     INCOMPATIBLE,
     PREEMPTED,

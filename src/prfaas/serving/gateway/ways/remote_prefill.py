@@ -17,11 +17,10 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     MovedPrefix,
     StartedTransfer,
     TransferDone,
-    TransferSpec,
 )
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.ways.pull import PulledHop
-from prfaas.serving.gateway.ways.push import PrefillHop
+from prfaas.serving.gateway.ways.push import PrefillHop, TransferSpec, tell
 from prfaas.serving.gateway.ways.ready_requests import (
     DecidedRequest,
     EarlyRequest,
@@ -51,6 +50,10 @@ class _RemotePrefill:
     """Has the transfer when the KV is expected at the decode instance in a moment."""
     first: "asyncio.Future[SampledTokens]"
     """Has the first token."""
+
+    def take_first(self, answer: bytes) -> None:
+        """The prefill engine has answered. Raises ValueError for what has no first token."""
+        tell(self.first, SampledTokens.of(answer))
 
 
 class RemotePrefills:
@@ -209,7 +212,6 @@ class RemotePrefills:
             _spec(running, token_ids, work, attributes),
             request,
             running.soon if has_lead else None,
-            running.first,
             keeps=keeps,
         )
         work.measured()
@@ -264,6 +266,7 @@ def _spec(
         media=running.prompt.media,
         attributes=attributes,
         sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
-        ask=running.ask,
+        sampling=None if running.ask is None else running.ask.body_fields(),
+        on_answer=None if running.ask is None else running.take_first,
         left_s=lambda: work.left_s,
     )
