@@ -120,13 +120,27 @@ def kv_bytes_to(request: RoutingRequest, view: View, decode: InstanceView, link:
     return kv.bytes_to_move(request.num_tokens, skip)
 
 
+def gives_first(
+    request: RoutingRequest, view: View, option: PrefillCandidate, link: LinkView | None, kv_bytes: int
+) -> bool:
+    """Whether the client has its first token from the prefill of `option`, which sends its KV over `link`."""
+    return request.first_from_prefill and view.may_sample(
+        option.cluster,
+        link,
+        prefill_tokens=request.num_tokens - option.reusable_tokens,
+        reused_tokens=option.reusable_tokens,
+        kv_bytes=kv_bytes,
+    )
+
+
 def streamed(
-    option: PrefillCandidate, link: LinkView, view: View, kv_bytes: int, first_from_prefill: bool = False
+    request: RoutingRequest, option: PrefillCandidate, link: LinkView, view: View, kv_bytes: int
 ) -> PrefillCandidate:
     """The prefill of another cluster, its KV streamed over `link` while it is made (section 3.3).
 
-    With `first_from_prefill` its TTFT is that of a token which comes back while the KV is still on its way.
+    Where it gives the first token, its TTFT is that of a token which comes back while the KV is still on its way.
     """
+    first_from_prefill = gives_first(request, view, option, link, kv_bytes)
     link_s = BITS_PER_BYTE * kv_bytes / link.capacity_bits_per_s
     link_wait_s = max(link.drained_s - view.now_s, 0.0)
     start_s, prefill_s, rtt_s = option.start_s, option.prefill_s, link.rtt_s

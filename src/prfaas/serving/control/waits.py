@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from prfaas.core.link.checkpoints import checkpoint_every_tokens
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView
 from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.core.scheduling.waits import least_prefill_wait_s, work_wait_s
@@ -86,15 +85,23 @@ class PredictedWaits:
     def checkpoint_tokens(self, decision: Decision) -> int:
         """About how many tokens the prefill of `decision` computes between two checkpoints; 0: it sends none."""
         _, cluster, link = self._way_of(decision)
-        if link is None or not cluster.kills_per_s:
-            return 0
-        return checkpoint_every_tokens(
-            decision.prefill_tokens,
-            cluster.after_prefix_s(decision.prefill_tokens, decision.reused_tokens),
-            decision.kv_bytes,
-            (link.kv or self._cluster_state.view.kv).checkpoint_bytes,
-            link.capacity_bits_per_s,
-            cluster.kills_per_s,
+        return self._cluster_state.view.checkpoint_tokens(
+            cluster,
+            link,
+            prefill_tokens=decision.prefill_tokens,
+            reused_tokens=decision.reused_tokens,
+            kv_bytes=decision.kv_bytes,
+        )
+
+    def may_sample(self, decision: Decision) -> bool:
+        """Whether the prefill of `decision` may sample the first token: `View.may_sample`, as routing has it."""
+        _, cluster, link = self._way_of(decision)
+        return self._cluster_state.view.may_sample(
+            cluster,
+            link,
+            prefill_tokens=decision.prefill_tokens,
+            reused_tokens=decision.reused_tokens,
+            kv_bytes=decision.kv_bytes,
         )
 
     def _way_of(self, decision: Decision) -> tuple[InstanceView, ClusterView, LinkView | None]:

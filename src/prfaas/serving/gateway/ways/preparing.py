@@ -81,7 +81,7 @@ class PrefillOrchestrator:
         if isinstance(prompt, DirectPrompt):
             return self._direct(request, prompt, decision)
         ask = None
-        if decision.transfers and self._remote.may_sample(decision):
+        if decision.transfers and self._plane.waits.may_sample(decision):
             ask = self._first_tokens.ask(request, prompt)
         return await self._prepare(request, prompt, decision, ask=ask)
 

@@ -81,13 +81,6 @@ class RemotePrefills:
         if transfer is not None:
             self.free(transfer.ticket, reason)
 
-    def may_sample(self, decision: Decision) -> bool:
-        """Whether the prefill may sample the first token.
-
-        A NIXL producer of some models drops the prompt's last one. Of a transfer with a token more nothing is kept.
-        """
-        return not self._reads(decision) and not self._plane.waits.checkpoint_tokens(decision)
-
     async def begin(
         self, request: ServingRequest, prompt: TokenizedPrompt, attempt: Attempt, ask: FirstTokenAsk | None
     ) -> DecidedRequest:
