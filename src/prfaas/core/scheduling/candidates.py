@@ -19,6 +19,7 @@ from prfaas.core.scheduling.view import (
     LinkView,
     PoolView,
     View,
+    may_sample,
 )
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -124,13 +125,13 @@ def gives_first(
     request: RoutingRequest, view: View, option: PrefillCandidate, link: LinkView | None, kv_bytes: int
 ) -> bool:
     """Whether the client has its first token from the prefill of `option`, which sends its KV over `link`."""
-    return request.first_from_prefill and view.may_sample(
-        option.cluster,
-        link,
-        prefill_tokens=request.num_tokens - option.reusable_tokens,
-        reused_tokens=option.reusable_tokens,
-        kv_bytes=kv_bytes,
+    if not request.first_from_prefill:
+        return False
+    reused_tokens = option.reusable_tokens
+    every_tokens = view.checkpoint_tokens(
+        option.cluster, link, request.num_tokens - reused_tokens, reused_tokens, kv_bytes
     )
+    return may_sample(option.cluster, link, every_tokens)
 
 
 def streamed(

@@ -191,6 +191,15 @@ class ClusterView:
         return after_prefix_s(self.prefill_s, uncached_tokens, reused_tokens)
 
 
+def may_sample(cluster: ClusterView, link: LinkView | None, every_tokens: int) -> bool:
+    """Whether a prefill in `cluster`, which sends checkpoints `every_tokens` over `link`, may sample the first token.
+
+    A NIXL producer of some models drops the prompt's last token. And the ticket of a prefill that samples has a token
+    more than the decode request: of such a transfer nothing is kept, so that checkpoints would be for nothing.
+    """
+    return not every_tokens and (link is not None or not cluster.reads_kv)
+
+
 @dataclass(slots=True)
 class View:
     """Everything that a policy reads."""
@@ -232,19 +241,13 @@ class View:
         self,
         cluster: ClusterView,
         link: LinkView | None,
-        *,
         prefill_tokens: int,
         reused_tokens: int,
         kv_bytes: int,
     ) -> int:
-        """About how many tokens a prefill in `cluster` computes between two checkpoints; 0: it sends none.
+        """About how many tokens a prefill in `cluster`, behind `reused_tokens`, computes between two checkpoints.
 
-        Args:
-            cluster: That prefills.
-            link: What the KV crosses; None inside of a PD cluster.
-            prefill_tokens: What is computed.
-            reused_tokens: What it is computed behind.
-            kv_bytes: What crosses the link.
+        0: it sends none, such as inside of a PD cluster, where no `link` is crossed.
         """
         if link is None or not cluster.kills_per_s or not self.keeps_transfers:
             return 0
@@ -255,31 +258,6 @@ class View:
             (link.kv or self.kv).checkpoint_bytes,
             link.capacity_bits_per_s,
             cluster.kills_per_s,
-        )
-
-    def may_sample(
-        self,
-        cluster: ClusterView,
-        link: LinkView | None,
-        *,
-        prefill_tokens: int,
-        reused_tokens: int,
-        kv_bytes: int,
-    ) -> bool:
-        """Whether a prefill in `cluster` may sample the first token. Arguments: see `checkpoint_tokens`.
-
-        A NIXL producer of some models drops the prompt's last token. And the ticket of a prefill that samples has a
-        token more than the decode request: of such a transfer nothing is kept, so that checkpoints would be for
-        nothing.
-        """
-        if link is None:
-            return not cluster.reads_kv
-        return not cluster.kills_per_s or not self.checkpoint_tokens(
-            cluster,
-            link,
-            prefill_tokens=prefill_tokens,
-            reused_tokens=reused_tokens,
-            kv_bytes=kv_bytes,
         )
 
     def checkpoint_s(self, link: LinkView, first_from_prefill: bool) -> float:

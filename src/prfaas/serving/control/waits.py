@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView
 from prfaas.core.scheduling.decoders import learnt_slot_s
+from prfaas.core.scheduling.view import may_sample
 from prfaas.core.scheduling.waits import least_prefill_wait_s, work_wait_s
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
@@ -86,23 +87,13 @@ class PredictedWaits:
         """About how many tokens the prefill of `decision` computes between two checkpoints; 0: it sends none."""
         _, cluster, link = self._way_of(decision)
         return self._cluster_state.view.checkpoint_tokens(
-            cluster,
-            link,
-            prefill_tokens=decision.prefill_tokens,
-            reused_tokens=decision.reused_tokens,
-            kv_bytes=decision.kv_bytes,
+            cluster, link, decision.prefill_tokens, decision.reused_tokens, decision.kv_bytes
         )
 
     def may_sample(self, decision: Decision) -> bool:
-        """Whether the prefill of `decision` may sample the first token: `View.may_sample`, as routing has it."""
+        """Whether the prefill of `decision` may sample the first token, by the rule that routing predicts with."""
         _, cluster, link = self._way_of(decision)
-        return self._cluster_state.view.may_sample(
-            cluster,
-            link,
-            prefill_tokens=decision.prefill_tokens,
-            reused_tokens=decision.reused_tokens,
-            kv_bytes=decision.kv_bytes,
-        )
+        return may_sample(cluster, link, self.checkpoint_tokens(decision))
 
     def _way_of(self, decision: Decision) -> tuple[InstanceView, ClusterView, LinkView | None]:
         """The prefill instance, its cluster, and the link that the KV crosses."""

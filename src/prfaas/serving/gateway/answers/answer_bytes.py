@@ -34,7 +34,7 @@ def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
     found = _ANSWER_TOKENS.findall(piece, max(len(piece) - USAGE_BYTES, 0))
     if found:
         record.answer_tokens = int(found[-1])
-    if record.trace is not None:
+    if record.trace.is_kept:
         record.finish_reasons = finish_reasons(piece) or record.finish_reasons
 
 

@@ -23,7 +23,6 @@ from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prompts.continuing import can_resume
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest
-from prfaas.serving.gateway.request_trace import engine_call
 from prfaas.serving.gateway.ways.kv_transfer import TRANSFER_FAILED
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
 from prfaas.serving.gateway.ways.ready_requests import (
@@ -115,15 +114,17 @@ class Decoder:
                 self._plane.waits.decoding(
                     ready.decode, ready.own_prefill_tokens, ready.own_reused_tokens, answers=request.answers
                 ),
-                engine_call(request.record.trace, request.headers, told) as call,
+                request.record.trace.open("decode", told, asks_engine=True) as span,
             ):
                 arrived: DecidedRequest | None = None
                 if isinstance(ready, PullingRequest):
-                    answer, arrived = await self._ask_reading(request, ready, body, call.headers)
+                    answer, arrived = await self._ask_reading(
+                        request, ready, body, span.headers(request.headers)
+                    )
                 else:
-                    answer = await self._ask(request, ready, body, call.headers)
+                    answer = await self._ask(request, ready, body, span.headers(request.headers))
                 try:
-                    call.tell({"http.response.status_code": answer.status})
+                    span.tell({"http.response.status_code": answer.status})
                     if answer.status == 200:
                         self._prefill.delivered(ready)
                     if answer.status == 200 and isinstance(ready, MovingRequest):

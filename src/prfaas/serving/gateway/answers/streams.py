@@ -410,8 +410,7 @@ class ResponseWriter:
         ttft_s = time.perf_counter() - self._record.began_s
         self._record.steps_s["first_byte"] = ttft_s
         self._record.waits_for = None
-        if self._record.trace is not None:
-            self._record.trace.event("first_byte")
+        self._record.trace.event("first_byte")
         # Without a route nothing was generated.
         if self._record.route_header is not None:
             self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)

@@ -88,15 +88,13 @@ class PrefixMoves:
             request.record.note(f"a prefix of pool {wanted.source} did not come whole: {result.reason}")
         self._note(request, result.outcome, result.copied_bytes)
         self._bill.add(wanted.source, pool.name, result.copied_bytes)
-        copied_s = request.record.since("cache_transfer", begun_s)
-        if request.record.trace is not None:
-            told: dict[str, AttributeValue] = {
-                "prfaas.kv.producer": wanted.source,
-                "prfaas.kv.consumer": pool.name,
-                "prfaas.kv.bytes": result.copied_bytes,
-                "prfaas.outcome": result.outcome,
-            }
-            request.record.trace.step("kv_copy", begun_s, copied_s, told)
+        told: dict[str, AttributeValue] = {
+            "prfaas.kv.producer": wanted.source,
+            "prfaas.kv.consumer": pool.name,
+            "prfaas.kv.bytes": result.copied_bytes,
+            "prfaas.outcome": result.outcome,
+        }
+        request.record.since("cache_transfer", begun_s, told)
         return result
 
     async def _sent(

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from prfaas.core.link.patience import late_after_s
 from prfaas.core.prefix import MediaItem
@@ -41,11 +41,8 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     kept_part,
 )
 from prfaas.serving.tasks import BackgroundTasks, end_all
-from prfaas.serving.tracing import CANCELLED, AttributeValue
+from prfaas.serving.tracing import CANCELLED, AttributeValue, RequestTrace
 from prfaas.serving.transport.ticket import PLAIN, Ticket, TransferAttributes, prompt_digest
-
-if TYPE_CHECKING:
-    from prfaas.serving.tracing.otel import OtelTrace
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +84,7 @@ class TransferSpec:
 class HopTrace:
     """The two spans begin together, and each ends by itself."""
 
-    def __init__(self, trace: "OtelTrace", spec: TransferSpec, plane: LivePlane) -> None:
+    def __init__(self, trace: RequestTrace, spec: TransferSpec, plane: LivePlane) -> None:
         producer, consumer = (
             plane.members.instance(spec.producer).cluster,
             plane.members.instance(spec.consumer).cluster,
@@ -118,9 +115,9 @@ class HopTrace:
             },
         )
 
-    def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+    def headers(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         """For the producer, whose own spans become children of the prefill."""
-        return {**headers, "traceparent": self._prefill.traceparent}
+        return self._prefill.headers(headers)
 
     def prefilled(self, cached_tokens: int | None) -> None:
         """The producer has answered. `cached_tokens`: what it reused, by its own word."""
@@ -163,8 +160,7 @@ class OpenHop:
     body: bytes
     """The producer's request."""
     request: ServingRequest
-    spans: HopTrace | None
-    """None: the request is not traced."""
+    spans: HopTrace
     soon: "asyncio.Future[StartedTransfer] | None"
     """Gets the transfer when a request for the KV may be sent; None: nobody waits for that."""
 
@@ -241,8 +237,7 @@ class PrefillHop:
         ticket, sealed, body = await self._json_threads.run(
             len(spec.token_ids) * JSON_BYTES_PER_TOKEN, self._sealed_request, spec, request
         )
-        trace = request.record.trace
-        spans = None if trace is None else HopTrace(trace, spec, self._plane)
+        spans = HopTrace(request.record.trace, spec, self._plane)
         hop = OpenHop(
             spec=spec,
             ticket=ticket,
@@ -267,9 +262,8 @@ class PrefillHop:
             finally:
                 if kept is None:
                     self.abandon(ticket, "the request was cancelled" if failure is None else str(failure))
-                if spans is not None:
-                    word = CANCELLED if failure is None else failure.reason
-                    spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
+                word = CANCELLED if failure is None else failure.reason
+                spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
             if failure is None:
                 raise
             if failure.reason == INCOMPATIBLE:
@@ -322,17 +316,13 @@ class PrefillHop:
             sampling=spec.sampling,
         )
 
-    async def _prefill(
-        self, spec: TransferSpec, body: bytes, request: ServingRequest, spans: HopTrace | None
-    ) -> bytes:
+    async def _prefill(self, hop: OpenHop) -> bytes:
         """The producer's answer. Raises EngineCallError."""
-        producer = self._plane.members.instance(spec.producer)
-        headers = request.headers if spans is None else spans.headers(request.headers)
-        timeout_s = self._options.prefill_timeout_s
-        endpoint = request.endpoint if spec.media else Endpoint.COMPLETIONS
-        answer = await self._client.call(producer, endpoint.path, body, headers, timeout_s)
-        if spans is not None:
-            spans.prefilled(cached_tokens_of(answer))
+        producer = self._plane.members.instance(hop.spec.producer)
+        headers, timeout_s = hop.spans.headers(hop.request.headers), self._options.prefill_timeout_s
+        endpoint = hop.request.endpoint if hop.spec.media else Endpoint.COMPLETIONS
+        answer = await self._client.call(producer, endpoint.path, hop.body, headers, timeout_s)
+        hop.spans.prefilled(cached_tokens_of(answer))
         return answer
 
     async def _prefill_and_transfer(self, hop: OpenHop) -> TransferDone:
@@ -342,11 +332,10 @@ class PrefillHop:
         self._check_frozen(spec)
         loop, waiting = asyncio.get_running_loop(), self._wait(hop, self._options.prefill_timeout_s + late_s)
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
-        prefilling = loop.create_task(self._prefill(spec, hop.body, hop.request, hop.spans))
+        prefilling = loop.create_task(self._prefill(hop))
         arrival = loop.create_task(waiting)
         self._arriving[arrival] = spec
-        if hop.spans is not None:
-            arrival.add_done_callback(hop.spans.arrived)
+        arrival.add_done_callback(hop.spans.arrived)
         try:
             await asyncio.wait((prefilling, arrival), return_when=asyncio.FIRST_COMPLETED)
             if arrival.done():
