@@ -67,15 +67,20 @@ class _Plane:
     def __init__(self) -> None:
         self.links = self.members = self
 
+        self._instances = {
+            name: Instance(
+                name=name,
+                cluster=cluster,
+                roles=("prefill",),
+                host="127.0.0.1",
+                http_port=1,
+                kv_port=2,
+            )
+            for name, cluster in (("remote", "far"), ("decode", "pd"))
+        }
+
     def instance(self, name: str) -> Instance:
-        return Instance(
-            name=name,
-            cluster="far" if name == "remote" else "pd",
-            roles=("prefill",),
-            host="127.0.0.1",
-            http_port=1,
-            kv_port=2,
-        )
+        return self._instances[name]
 
     def resent_bytes(self, _producer: str, _consumer: str) -> int:
         return 0

@@ -22,8 +22,7 @@ from prfaas.serving.gateway.answers.transcript import (
 )
 from prfaas.serving.gateway.bodies import WrittenIds
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
-from prfaas.serving.gateway.prompts.continuing import can_resume, rest_body, tokens_left
-from prfaas.serving.gateway.prompts.prompt import Endpoint
+from prfaas.serving.gateway.prompts.prompt import Endpoint, can_resume, rest_body, tokens_left
 
 from ..stand_in import write_tokenizer
 

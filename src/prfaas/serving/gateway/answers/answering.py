@@ -17,7 +17,7 @@ from prfaas.serving.gateway.admission import AdmittedRequest
 from prfaas.serving.gateway.answers.answer_bytes import TakenIds, note_answer_tokens, taken_of_whole
 from prfaas.serving.gateway.answers.decode import MAX_ANSWERING_ATTEMPTS, Decoder
 from prfaas.serving.gateway.answers.shadow import Shadow
-from prfaas.serving.gateway.answers.streams import DecodeFailedError, ResponseWriter
+from prfaas.serving.gateway.answers.streams import EngineAnswerError, ResponseWriter
 from prfaas.serving.gateway.answers.transcript import (
     AnswerText,
     LastWords,
@@ -30,9 +30,16 @@ from prfaas.serving.gateway.answers.transcript import (
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, ApiError, Json, WrittenIds, ids_json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT, dialect_of
-from prfaas.serving.gateway.engine_client import OWN_RESOURCES
-from prfaas.serving.gateway.prompts.continuing import rest_body, stop_strings, tokens_left, wants_usage
-from prfaas.serving.gateway.prompts.prompt import Endpoint, RenderedPrompt, TokenPrompt
+from prfaas.serving.gateway.engine_client import OWN_RESOURCES, EngineCallError
+from prfaas.serving.gateway.prompts.prompt import (
+    Endpoint,
+    RenderedPrompt,
+    TokenPrompt,
+    rest_body,
+    stop_strings,
+    tokens_left,
+    wants_usage,
+)
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.prompts.tokenization import Tokenization
 from prfaas.serving.gateway.ways.first_token import SampledTokens
@@ -150,13 +157,13 @@ class Answering:
                 request.record.sent(ready.header())
             try:
                 return await self._decoder.relay(request, ready, writer)
-            except DecodeFailedError as failure:
+            except EngineCallError as failure:
                 self._decoder.report(request, ready, failure)
                 failed.append(ready.decode)
                 if writer.begun:
                     return await self._finish(request, ready, writer, failure, failed)
                 another = await self._reroute(request, ready, failure, failed)
-                if another is None and failure.answer is not None:
+                if another is None and isinstance(failure, EngineAnswerError) and failure.answer is not None:
                     return await writer.send(failure.answer)
                 if another is None:
                     raise _unanswered(failure, failed[-1]) from None
@@ -166,14 +173,14 @@ class Answering:
         self,
         request: ServingRequest,
         ready: ReadyRequest,
-        failure: DecodeFailedError,
+        failure: EngineCallError,
         failed: Collection[str],
     ) -> ReadyRequest | None:
         """The same request made ready for another decode engine; None when there is none or enough have failed."""
         if failure.reason == OWN_RESOURCES:
             return None
-        attempts = self._decode_attempts if failure.lost else MAX_ANSWERING_ATTEMPTS
-        if len(failed) >= attempts:
+        answered = isinstance(failure, EngineAnswerError)
+        if len(failed) >= (MAX_ANSWERING_ATTEMPTS if answered else self._decode_attempts):
             return None
         try:
             return await self._prefill.prepare_again(request, ready.prompt, avoid=failed)
@@ -185,7 +192,7 @@ class Answering:
         request: ServingRequest,
         ready: ReadyRequest,
         writer: ResponseWriter,
-        failure: DecodeFailedError,
+        failure: EngineCallError,
         failed: list[str],
     ) -> web.StreamResponse:
         """End a stream that has begun: with the rest of the answer if another engine can give it, else with an error.
@@ -198,7 +205,8 @@ class Answering:
         except CannotResumeError as error:
             outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
-            await self._break_off(request, writer, sentence, failure.event)
+            event = failure.event if isinstance(failure, EngineAnswerError) else None
+            await self._break_off(request, writer, sentence, event)
         self._count(request, outcome)
         return await writer.end()
 
@@ -353,7 +361,7 @@ class Answering:
         """Whether the decode engine has ended the answer. Raises CannotResumeError."""
         try:
             await self._relay_rest(begun, rest, ready)
-        except DecodeFailedError as failure:
+        except EngineCallError as failure:
             self._decoder.report(begun.request, ready, failure)
             begun.failed.append(ready.decode)
             return False
@@ -362,7 +370,7 @@ class Answering:
         return True
 
     async def _relay_rest(self, begun: BegunAnswer, rest: AnswerRest, ready: ReadyRequest) -> None:
-        """Pass the decode engine's stream on in the first one's form. Raises DecodeFailedError and NotPlainError."""
+        """Pass the decode engine's stream on in the first one's form. Raises EngineCallError and NotPlainError."""
         transcript, stops, taken = begun.transcript, begun.transcript.stops, begun.ids
         least_tokens = begun.request.body.get("min_tokens") or 0
         async with self._decoder.stream(rest.request, ready) as stream:
@@ -392,7 +400,7 @@ def _telling_ids(request: ServingRequest) -> ServingRequest:
     return replace(request, body={**request.body, "return_token_ids": True})
 
 
-def _unanswered(failure: DecodeFailedError, decode: str) -> ApiError:
+def _unanswered(failure: EngineCallError, decode: str) -> ApiError:
     if failure.reason == OWN_RESOURCES:
         return ApiError(503, "The gateway has no file descriptor left; try again.", retry_after_s=1)
     return ApiError(503, f"The decode instance {decode} does not answer.", retry_after_s=1)

@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
 
 import orjson
 from aiohttp import HttpVersion11, web
@@ -52,35 +51,18 @@ class WholeAnswer:
     content_type: str
 
 
-class DecodeFailedError(Exception):
-    """A decode engine did not answer to the end."""
+class EngineAnswerError(EngineCallError):
+    """A decode engine lives, and answers with an error that is its own: another one may answer."""
 
     def __init__(
-        self,
-        reason: str,
-        detail: str,
-        *,
-        lost: bool,
-        blame: Blame = Blame.NONE,
-        answer: WholeAnswer | None = None,
-        event: bytes | None = None,
+        self, instance: str, status: int, *, answer: WholeAnswer | None = None, event: bytes | None = None
     ) -> None:
-        """`reason`: one word. `lost`: the engine is gone or silent, not only this answer.
-
-        `answer`: the engine's error answer, for the client when no other engine can answer. `event`: the same in a
-        stream.
-        """
-        super().__init__(detail)
-        self.reason = reason
-        self.lost = lost
-        self.blame = blame
+        """`answer`: for the client when no other engine can answer. `event`: the same in a stream."""
+        detail = f"answered {status}" if event is None else "failed in the stream"
+        # The request itself may be what makes it answer so. That must not take engines out.
+        super().__init__(instance, f"http-{status}", detail, status, blame=Blame.NONE)
         self.answer = answer
         self.event = event
-
-    @classmethod
-    def of_call(cls, error: EngineCallError) -> Self:
-        """The engine could not be asked, or did not end its answer."""
-        return cls(error.reason, str(error), lost=True, blame=error.blame)
 
 
 class EventStream:
@@ -122,19 +104,17 @@ class EventStream:
         """The next events; b"" at the stream's end.
 
         Raises:
-            DecodeFailedError: the engine has failed, or its connection ended early.
+            EngineCallError: the engine has failed, or its connection ended early.
         """
         while not self.ended:
             if self.failure is not None:
-                detail = f"{self._instance} failed in the stream"
-                raise DecodeFailedError("http-500", detail, lost=False, event=self.failure)
+                raise EngineAnswerError(self._instance, 500, event=self.failure)
             try:
                 chunk = await self._response.readany()
             except OSError as error:
-                raise _broken(self._instance, error) from error
+                raise failed_call(self._instance, error, begun=True) from error
             if not chunk:
-                detail = f"{self._instance} ended its stream early"
-                raise DecodeFailedError("died", detail, lost=True, blame=Blame.FAILED)
+                raise EngineCallError(self._instance, "died", "ended its stream early")
             events = self.take(chunk)
             if events:
                 return events
@@ -201,17 +181,13 @@ class EventStream:
 
 
 async def read_whole(response: EngineResponse, instance: str, record: RequestRecord) -> WholeAnswer:
-    """All of `response`. Raises DecodeFailedError."""
+    """All of `response`. Raises EngineCallError."""
     try:
         body = await response.read()
     except OSError as error:
-        raise _broken(instance, error) from error
+        raise failed_call(instance, error, begun=True) from error
     note_answer_tokens(record, body)
     return WholeAnswer(response.status, without_transfer_params(body), response.content_type)
-
-
-def _broken(instance: str, error: OSError) -> DecodeFailedError:
-    return DecodeFailedError.of_call(failed_call(instance, error, begun=True))
 
 
 class ResponseWriter:
@@ -350,7 +326,7 @@ class ResponseWriter:
             The last three pieces, or less of the first two: the reason of the end and the usage stand before the mark.
 
         Raises:
-            DecodeFailedError: the engine has failed.
+            EngineCallError: the engine has failed.
             ConnectionResetError: the client has left.
         """
         earlier = before = b""

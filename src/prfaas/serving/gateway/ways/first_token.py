@@ -11,8 +11,13 @@ import orjson
 from prfaas.core.deployment import Deployment
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.prompts.continuing import can_resume, stop_strings, tokens_left
-from prfaas.serving.gateway.prompts.prompt import Endpoint, answer_limit
+from prfaas.serving.gateway.prompts.prompt import (
+    Endpoint,
+    answer_limit,
+    can_resume,
+    stop_strings,
+    tokens_left,
+)
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 
 logger = logging.getLogger(__name__)
@@ -82,15 +87,6 @@ class SampledTokens:
         if not self.text or _INCOMPLETE in self.text:
             return NO_TEXT
         return STOP_SPANS if begins_stop(self.text, ask.stops) else None
-
-
-class FirstTokenHeldError(Exception):
-    """The client must not have the first token alone, so the request takes the other way from its beginning."""
-
-    def __init__(self, reason: str) -> None:
-        """`reason`: one word."""
-        super().__init__(reason)
-        self.reason = reason
 
 
 def begins_stop(text: str, stops: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ from prfaas.serving.control.cluster_state import OpenPrefill
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
-from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, FirstTokenHeldError, SampledTokens
+from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, SampledTokens
 from prfaas.serving.gateway.ways.kv_transfer import (
     EgressBill,
     MovedPrefix,
@@ -86,7 +86,7 @@ class RemotePrefills:
     ) -> DecidedRequest:
         """Prefill elsewhere until the KV is at the decode engine, or is expected to be there in a moment.
 
-        With `ask`, until the first token is sampled. Raises HopFailedError and FirstTokenHeldError.
+        With `ask`, until the first token is sampled. Raises HopFailedError.
         `attempt.decision` becomes the one that was carried out: another instance may be free first.
         """
         # 1. A cached prefix that is elsewhere goes to the prefill instance first.
@@ -125,8 +125,15 @@ class RemotePrefills:
                 await asyncio.wait((moving,))
                 # One that was cancelled before it began has given nothing back.
                 await held.aclose()
-        if ask is not None and running.first.done():
-            return await self._early(running, moving, ask)
+        if running.first.done():
+            return EarlyRequest(
+                decision=attempt.decision,
+                prompt=prompt,
+                prefix=prefix,
+                first=running.first.result(),
+                arriving=moving,
+                soon=running.soon,
+            )
         if moving.done():
             return moving.result()
         transfer = running.soon.result()
@@ -134,25 +141,6 @@ class RemotePrefills:
         return kind(
             decision=attempt.decision, prompt=prompt, prefix=prefix, transfer=transfer, arriving=moving
         )
-
-    async def _early(
-        self, running: _RemotePrefill, moving: "asyncio.Task[DecidedRequest]", ask: FirstTokenAsk
-    ) -> EarlyRequest:
-        """The request with its first token. Raises FirstTokenHeldError."""
-        early = EarlyRequest(
-            decision=running.attempt.decision,
-            prompt=running.prompt,
-            prefix=running.prefix,
-            first=running.first.result(),
-            arriving=moving,
-            soon=running.soon,
-        )
-        held = early.first.held(ask)
-        if held is not None:
-            self.abandon(early, f"the first token can't be told alone: {held}")
-            await asyncio.wait((moving,))
-            raise FirstTokenHeldError(held)
-        return early
 
     def _abandon_done(self, moving: "asyncio.Task[DecidedRequest]") -> None:
         if not moving.cancelled() and moving.exception() is None:
