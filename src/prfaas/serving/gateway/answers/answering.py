@@ -29,7 +29,7 @@ from prfaas.serving.gateway.answers.transcript import (
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, ApiError, Json, WrittenIds, ids_json
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT, dialect_of
+from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.engine_client import OWN_RESOURCES, EngineCallError
 from prfaas.serving.gateway.prompts.prompt import (
     Endpoint,
@@ -206,7 +206,7 @@ class Answering:
             outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
             event = failure.event if isinstance(failure, EngineAnswerError) else None
-            await self._break_off(request, writer, sentence, event)
+            await writer.break_off(sentence, event)
         self._count(request, outcome)
         return await writer.end()
 
@@ -243,7 +243,7 @@ class Answering:
             sentence = "No decode instance can continue."
             if begun.failed:
                 sentence = f"The decode instance {begun.failed[-1]} does not answer."
-            await self._break_off(request, writer, sentence)
+            await writer.break_off(sentence)
         except BaseException:
             self._prefill.abandon(early, "the request ended before its decode")
             raise
@@ -273,15 +273,6 @@ class Answering:
                 self._count(begun.request, error.outcome)
                 raise
             self._count(begun.request, outcome)
-
-    @staticmethod
-    async def _break_off(
-        request: ServingRequest, writer: ResponseWriter, sentence: str, event: bytes | None = None
-    ) -> None:
-        """Write the last event of a stream that no engine can continue: `event`, or an error that says `sentence`."""
-        event = event or dialect_of(request.endpoint).error_event(502, sentence, writer.latest)
-        await writer.write(END_OF_EVENT + event if writer.is_torn else event)
-        request.record.broken = True
 
     def _rest_of(self, begun: BegunAnswer) -> AnswerRest | None:
         """A request for what follows the tokens so far; None: nothing may follow."""

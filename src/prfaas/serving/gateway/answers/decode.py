@@ -17,10 +17,9 @@ from prfaas.serving.gateway.answers.streams import (
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError
 from prfaas.serving.gateway.http_pool import EngineResponse
-from prfaas.serving.gateway.prompts.prompt import DirectPrompt, can_resume
+from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest
 from prfaas.serving.gateway.ways.kv_transfer import TRANSFER_FAILED
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
@@ -64,8 +63,7 @@ class Decoder:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
                 cut = PromptCut() if writer.ids is not None and not _wants_ids(request) else None
-                dialect = dialect_of(request.endpoint)
-                stream = EventStream(answer, ready.decode, dialect, cut=cut, ids=writer.ids)
+                stream = EventStream(answer, ready.decode, writer.dialect, cut=cut, ids=writer.ids)
                 note_answer_tokens(request.record, await writer.relay(stream, kind))
                 if stream.refused_status is not None:
                     self._note_refusal(request, ready, stream.refused_status)
@@ -198,9 +196,7 @@ class Decoder:
 
 def _tells_ids(request: ServingRequest) -> bool:
     """Whether the engine is asked for token ids, by which another one could go on."""
-    if request.has_media or isinstance(request.prompt, DirectPrompt):
-        return False
-    return can_resume(request.endpoint, request.body)
+    return request.resumes and not request.has_media and not isinstance(request.prompt, DirectPrompt)
 
 
 def _wants_ids(request: ServingRequest) -> bool:

@@ -200,7 +200,7 @@ class ResponseWriter:
         self, http: web.Request, record: RequestRecord, metrics: Metrics, dialect: Dialect = OPENAI
     ) -> None:
         self._http = http
-        self._dialect = dialect
+        self.dialect = dialect
         self._is_awaited = True
         self._timer: asyncio.TimerHandle | None = None
         self._tick: asyncio.Task[None] | None = None
@@ -306,7 +306,7 @@ class ResponseWriter:
             self._record.broken = True
         else:
             self._record.refused_status = error.status
-        event = self._dialect.error_event(error.status, error.message, self.latest)
+        event = self.dialect.error_event(error.status, error.message, self.latest)
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 comment = self._stop_waiting()
@@ -318,6 +318,12 @@ class ResponseWriter:
             if self._http.transport is not None:
                 self._http.transport.abort()
         return self._response
+
+    async def break_off(self, sentence: str, event: bytes | None = None) -> None:
+        """Write what ends a stream that no engine can continue: `event`, or an error that says `sentence`."""
+        event = event or self.dialect.error_event(502, sentence, self.latest)
+        await self.write(END_OF_EVENT + event if self.is_torn else event)
+        self._record.broken = True
 
     async def relay(self, stream: EventStream, content_type: str) -> bytes:
         """Pass a whole stream on.

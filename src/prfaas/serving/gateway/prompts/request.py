@@ -34,6 +34,8 @@ class ServingRequest:
     """How many are wanted of all prompts."""
     has_media: bool
     """Whether its prompt is more than text."""
+    resumes: bool
+    """Whether another engine could continue a stream of its answer: `can_resume`."""
     unusual: Json
     """The fields that not every engine takes, or that change what it makes of a conversation."""
     whole: str | None

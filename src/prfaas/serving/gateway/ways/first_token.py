@@ -14,7 +14,6 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.prompt import (
     Endpoint,
     answer_limit,
-    can_resume,
     stop_strings,
     tokens_left,
 )
@@ -186,7 +185,7 @@ class FirstTokenRules:
         # The decode engine continues the answer as another one would after a fault. What is unusual may make it more
         # than its text.
         is_plain = request.unusual.keys() <= {"stop_token_ids"} and not body.get("return_token_ids")
-        if request.has_media or not is_plain or not can_resume(request.endpoint, body):
+        if request.has_media or not is_plain or not request.resumes:
             return "parameters"
         return None
 
