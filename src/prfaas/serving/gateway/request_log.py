@@ -19,7 +19,7 @@ from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.bodies import ApiError, reason_of
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.logs import REQUEST_ID
-from prfaas.serving.tracing import NO_TRACE, Attributes, AttributeValue, RequestTrace
+from prfaas.serving.tracing import NO_TRACE, Attributes, AttributeValue, RequestSpans
 
 if TYPE_CHECKING:
     from prfaas.serving.tracing.otel import OtelTracing
@@ -129,7 +129,7 @@ class RequestRecord:
     """The decode engine's status where it refused the request; a stream that says so has status 200 itself."""
     status: int | None = None
     outcome: str = "under way"
-    trace: RequestTrace = NO_TRACE
+    trace: RequestSpans = NO_TRACE
     """Where the stages write their spans."""
     trace_id: str | None = None
     """Of its trace; None: it is not traced."""

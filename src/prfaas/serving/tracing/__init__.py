@@ -40,7 +40,7 @@ class TraceSpan:
         self.end(None if error is None else error_word(error))
 
 
-class RequestTrace:
+class RequestSpans:
     """Where the stages of one request write their spans. This one drops them: the request is not traced, or over."""
 
     __slots__ = ()
@@ -72,7 +72,7 @@ class RequestTrace:
 
 
 _NO_SPAN = TraceSpan()
-NO_TRACE = RequestTrace()
+NO_TRACE = RequestSpans()
 
 
 def error_word(error: BaseException) -> str:

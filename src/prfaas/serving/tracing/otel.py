@@ -16,7 +16,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from prfaas import __version__
 from prfaas.serving.secret_files import load_headers
-from prfaas.serving.tracing import CANCELLED, NO_TRACE, Attributes, RequestTrace, TraceSpan
+from prfaas.serving.tracing import CANCELLED, NO_TRACE, Attributes, RequestSpans, TraceSpan
 from prfaas.serving.tracing.collector import TraceCollector
 from prfaas.serving.tracing.queue import MOST_SPANS, SpanQueue
 
@@ -95,7 +95,7 @@ class OtelBegun:
     __slots__ = ("headers", "trace", "trace_id")
 
     def __init__(
-        self, headers: Mapping[str, str], trace: RequestTrace = NO_TRACE, trace_id: str | None = None
+        self, headers: Mapping[str, str], trace: RequestSpans = NO_TRACE, trace_id: str | None = None
     ) -> None:
         self.headers = headers
         """What engines get: `traceparent`, and `tracestate` if there is one. They say too if it is not traced."""
@@ -104,7 +104,7 @@ class OtelBegun:
         """32 hex digits; None: the request is not among those that are traced."""
 
 
-class OtelTrace(RequestTrace):
+class OtelTrace(RequestSpans):
     """Spans of one traced request. It belongs to the event loop's thread."""
 
     __slots__ = ("_at_ns", "_began_s", "_context", "_open", "_root", "_tracer")

@@ -41,7 +41,7 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     kept_part,
 )
 from prfaas.serving.tasks import BackgroundTasks, end_all
-from prfaas.serving.tracing import CANCELLED, AttributeValue, RequestTrace
+from prfaas.serving.tracing import CANCELLED, AttributeValue, RequestSpans
 from prfaas.serving.transport.ticket import PLAIN, Ticket, TransferAttributes, prompt_digest
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class TransferSpec:
 class HopTrace:
     """The two spans begin together, and each ends by itself."""
 
-    def __init__(self, trace: RequestTrace, spec: TransferSpec, plane: LivePlane) -> None:
+    def __init__(self, trace: RequestSpans, spec: TransferSpec, plane: LivePlane) -> None:
         producer, consumer = (
             plane.members.instance(spec.producer).cluster,
             plane.members.instance(spec.consumer).cluster,
