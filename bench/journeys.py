@@ -10,8 +10,9 @@ things are followed through it:
 - request: an offloaded, streamed text completion of 25,000 token ids, from the first function that aiohttp's server
   calls until the record is complete. All tasks and threads that the request starts belong to it, and what comes in over
   connections that requests opened; the control plane's loops don't. Of five requests the one with the median of moves.
-- event → decision: KV events of one engine step, from the bytes that come over ZMQ until they are applied, then all of
-  the routing decision for a prompt that begins with these blocks. What the thread does while nothing comes is left out.
+- event → decision: KV events of one engine step, from the answer of the KV port that tells them until they are applied,
+  then all of the routing decision for a prompt that begins with these blocks. What the loop does while nothing comes is
+  left out.
 - link report → threshold: one round of reports, from the bytes that come from a sender to the question for a new
   threshold, then the search that moves the threshold. The link has lost most of its bandwidth before.
 
@@ -63,9 +64,8 @@ NAMES_BEFORE = {
     "threshold question": "control.thresholds:Thresholds.ask",
 }
 NAMES_NOW = {
-    "event loop": "serving.control.kv_events:EventFeed._stay",
-    "event thread": "serving.engines.event_relay:EventRelay._run",
-    "decision": "serving.control.plane:LivePlane.route",
+    "event loop": "serving.control.kv_events:EventFeed._follow.<locals>.<lambda>",
+    "decision": "serving.control.router:Router.route",
     "link loop": "serving.control.link_monitor:LinkMonitor.run",
     "threshold loop": "serving.control.thresholds:Thresholds.run",
     "threshold question": "serving.control.thresholds:Thresholds.ask",
@@ -246,7 +246,9 @@ def request_journey(log: Log, spans: Spans) -> Journey:
 
 
 def event_journey(log: Log, spans: Spans, numbers: Mapping[str, int]) -> Journey:
-    entries = log.on_way({numbers["event loop"], numbers["event thread"]})
+    # Events that come over ZMQ have a thread; those that KV ports tell come in the loop that asks for them.
+    begins = {numbers[each] for each in ("event loop", "event thread") if each in numbers}
+    entries = log.on_way(begins)
     idle = {entry.function for entry in within(entries, spans.idle)}
     after = within(entries, spans.event)
     busy = [place for place, entry in enumerate(after) if entry.function not in idle]

@@ -30,6 +30,8 @@ _FIRST_ENTRY = 0
 _HTTP_SERVER = ("aiohttp", "web")
 # Where a running event loop ends the stack of what runs in it; below is only what started the loop.
 _LOOPS = ("asyncio/runners.py", "asyncio/base_events.py", "uvloop/__init__.py")
+# Begins loops, and begins them again: what a loop does is its own.
+_KEEPER = "LoopFailures.keep"
 
 
 @dataclass(slots=True)
@@ -97,7 +99,7 @@ class Recorder:
         """None for what is no function of the package."""
         inside = code.co_filename.startswith(self._root)
         number = None
-        if inside and code.co_name != _NO_FUNCTION and code.co_name not in _PART_OF_ANOTHER:
+        if inside and code.co_name not in (_NO_FUNCTION, *_PART_OF_ANOTHER) and code.co_qualname != _KEEPER:
             number = len(self.log.functions)
             self.log.functions.append((code.co_filename.removeprefix(self._root), code.co_qualname))
         self._numbers[code] = number
@@ -115,7 +117,7 @@ class Recorder:
 
     def _is_loop(self, code: CodeType) -> bool:
         if code not in self._loops:
-            self._loops[code] = code.co_filename.endswith(_LOOPS)
+            self._loops[code] = code.co_filename.endswith(_LOOPS) or code.co_qualname == _KEEPER
         return self._loops[code]
 
     def _way_of(self, frame: FrameType, number: int) -> tuple[int, ...]:

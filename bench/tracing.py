@@ -22,11 +22,11 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Instance
 from prfaas.core.scheduling import Decision, Route
+from prfaas.serving.gateway.generation import decision_attributes
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.request_log import RequestLog
-from prfaas.serving.gateway.request_trace import decision_attributes, engine_call
-from prfaas.serving.gateway.ways.kv_transfer import TransferredBytes, TransferSpec
-from prfaas.serving.gateway.ways.push import HopTrace
+from prfaas.serving.gateway.request_log import RequestLog, TransferredBytes
+from prfaas.serving.gateway.ways.push import HopTrace, TransferSpec
+from prfaas.serving.tracing import NO_TRACE
 from prfaas.serving.tracing.collector import TraceCollector
 from prfaas.serving.tracing.otel import OtelTracing
 
@@ -62,19 +62,25 @@ class _Plane:
     """What the spans of a hop ask for."""
 
     links: Any
+    members: Any
 
     def __init__(self) -> None:
-        self.links = self
+        self.links = self.members = self
+
+        self._instances = {
+            name: Instance(
+                name=name,
+                cluster=cluster,
+                roles=("prefill",),
+                host="127.0.0.1",
+                http_port=1,
+                kv_port=2,
+            )
+            for name, cluster in (("remote", "far"), ("decode", "pd"))
+        }
 
     def instance(self, name: str) -> Instance:
-        return Instance(
-            name=name,
-            cluster="far" if name == "remote" else "pd",
-            roles=("prefill",),
-            host="127.0.0.1",
-            http_port=1,
-            kv_port=2,
-        )
+        return self._instances[name]
 
     def resent_bytes(self, _producer: str, _consumer: str) -> int:
         return 0
@@ -104,24 +110,21 @@ async def one_request(log: RequestLog, plane: Any) -> None:
         record.since("read", record.began_s)
         record.since("tokenize", clock())
         begun_s = clock()
-        decided_s = record.since("decide", begun_s)
-        if record.trace is not None:
-            record.trace.step("decide", begun_s, decided_s, decision_attributes(DECISION, "tilted"))
+        record.since("decide", begun_s, decision_attributes(DECISION, "tilted"))
         attempt = record.start(DECISION, 30_000)
         record.since("turn", clock())
-        if record.trace is not None:
-            hop = HopTrace(record.trace, SPEC, plane)
-            hop.headers(HEADERS)
-            hop.prefilled(0)
-            arrival: Any = asyncio.get_running_loop().create_future()
-            arrival.set_result(TransferredBytes(1 << 30, 1 << 29))
-            hop.arrived(arrival)
+        hop = HopTrace(record.trace, SPEC, plane)
+        hop.headers(HEADERS)
+        hop.prefilled(0)
+        arrival: Any = asyncio.get_running_loop().create_future()
+        arrival.set_result(TransferredBytes(1 << 30, 1 << 29))
+        hop.arrived(arrival)
         attempt.outcome = "done"
-        with engine_call(record.trace, HEADERS, {"prfaas.instance": "decode"}) as call:
-            call.tell({"http.response.status_code": 200})
+        with record.trace.open("decode", {"prfaas.instance": "decode"}, asks_engine=True) as span:
+            span.headers(HEADERS)
+            span.tell({"http.response.status_code": 200})
         record.steps_s["first_byte"] = 1.0
-        if record.trace is not None:
-            record.trace.event("first_byte")
+        record.trace.event("first_byte")
         record.answered(200)
 
 
@@ -157,13 +160,14 @@ async def measure(make: Callable[[Metrics], OtelTracing | None], requests: int) 
 
 
 def hooks_us(requests: int) -> float:
-    """Of a request without traces: the call to an engine that has no span. What is left are comparisons with None."""
+    """Of a request without traces: the call to an engine that has no span."""
     rounds = []
     for _ in range(ROUNDS):
         begun_s = time.thread_time()
         for _ in range(requests):
-            with engine_call(None, HEADERS, {"prfaas.instance": "decode"}) as call:
-                call.tell({"http.response.status_code": 200})
+            with NO_TRACE.open("decode", {"prfaas.instance": "decode"}, asks_engine=True) as span:
+                span.headers(HEADERS)
+                span.tell({"http.response.status_code": 200})
         rounds.append((time.thread_time() - begun_s) / requests * 1e6)
     return min(rounds)
 

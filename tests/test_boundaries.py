@@ -22,12 +22,11 @@ PARSES_JSON = {
     *("serving/gateway/bodies.py", "serving/gateway/console.py", "serving/gateway/dialects.py"),
     "serving/gateway/ways/first_token.py",
     *(
-        "serving/gateway/ways/first_token_rules.py",
         "serving/gateway/ways/pull.py",
         "serving/gateway/answers/shadow.py",
     ),
     *("serving/gateway/prompts/tokenizers.py", "serving/gateway/answers/transcript.py"),
-    *("serving/gateway/answers/hidden_usage.py", "serving/gateway/answers/streams.py"),
+    *("serving/gateway/answers/answer_bytes.py", "serving/gateway/answers/streams.py"),
 }
 
 

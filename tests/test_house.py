@@ -44,8 +44,6 @@ OF_ONE_USER = {
     "serving.transport.permissions",
     # The sums of a sender's links, another noun than the sender.
     "serving.transport.link_report",
-    # Bytes of usage by themselves; the streams that it is taken out of are long.
-    "serving.gateway.answers.hidden_usage",
     # Studies, which are beside the package, draw with it too.
     "lab.report.drawing",
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.

@@ -28,9 +28,8 @@ from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.control.pool_monitor import PoolMonitor, PoolReading
-from prfaas.serving.gateway.request_log import RequestRecord
+from prfaas.serving.gateway.request_log import RequestRecord, TransferredBytes
 from prfaas.serving.gateway.told_requests import explain
-from prfaas.serving.gateway.ways.kv_transfer import TransferredBytes
 from prfaas.serving.running_deployment import RunningDeployment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"

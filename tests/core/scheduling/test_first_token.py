@@ -1,5 +1,7 @@
 """The first token comes from the prefill: what that changes of predictions and routes, and what it does not."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from msgspec import structs
@@ -199,3 +201,36 @@ def test_a_pd_cluster_with_full_slots_costs_the_rest_only() -> None:
     )
     assert (usual.decode, soon.decode) == ("d2", "d1")
     assert (soon.predicted_ttft_s, soon.decode_wait_s) == pytest.approx((PREFILL_S, 2.0))
+
+
+def test_where_the_kv_is_read_the_token_waits_for_the_slot_too() -> None:
+    """A producer that KV is read from samples nothing that counts: both clusters compare by their last byte."""
+    view = board(
+        prefiller("p1", "pd1"),
+        decoder("d1", "pd1", decoding=18),
+        prefiller("p2", "pd2", busy_until_s=NOW_S + 1.5),
+        decoder("d2", "pd2"),
+        links=[],
+    )
+    view.clusters["pd1"].slot_s = 3.0 * 16 / 3
+    view.clusters["pd1"].reads_kv = True
+    assert LEAST.decide(early(RoutingRequest(TOKENS)), view).decode == "d2"
+
+
+@pytest.mark.parametrize("name", ["least_ttft", "tilted", "offload_all"])
+def test_a_prefill_that_sends_checkpoints_gives_no_token(name: str) -> None:
+    """Its transfer is kept when it breaks, so its ticket has no token more than the decode request."""
+    view = slow_link(3.0)
+    view.clusters["pd"].instances[0].busy_until_s = NOW_S + 60.0
+    view.clusters["far"].kills_per_s = 0.5
+    policy, request = make_policy(name, {}), early(RoutingRequest(TOKENS))
+    soon = policy.decide(request, view)
+    assert (soon.prefill, soon.kv_wait_s > 1.0) == ("remote", True)
+    view.kv = replace(view.kv, checkpoint_bytes=kv_bytes(TOKENS, 0) // 100)
+    kept = policy.decide(request, view)
+    usual = policy.decide(RoutingRequest(TOKENS), view)
+    assert (kept.prefill, kept.kv_wait_s) == ("remote", 0.0)
+    assert kept.predicted_ttft_s == pytest.approx(usual.predicted_ttft_s)
+    # Where none pays in so short a prefill, the token comes from it again.
+    view.clusters["far"].kills_per_s = 1e-4
+    assert policy.decide(request, view).kv_wait_s > 1.0

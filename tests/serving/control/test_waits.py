@@ -86,7 +86,13 @@ def test_checkpoints_follow_kills_link_and_state() -> None:
     assert world.waits.checkpoint_tokens(structs.replace(long, kv_bytes=200_000)) == 1000
     assert world.waits.checkpoint_tokens(structs.replace(long, prefill_tokens=2900)) == 0
     # Inside of a cluster, whose network is no link.
-    assert world.waits.checkpoint_tokens(structs.replace(long, prefill="near")) == 0
+    near = structs.replace(long, prefill="near")
+    assert world.waits.checkpoint_tokens(near) == 0
+    # What is to be kept has no first token with it, nor has what a decode instance reads by NIXL.
+    short = structs.replace(long, prefill_tokens=2900)
+    assert [world.waits.may_sample(each) for each in (long, short, near)] == [False, True, True]
+    view.clusters[world.state.instance("near").cluster].reads_kv = True
+    assert not world.waits.may_sample(near)
 
 
 @settings(deadline=None)

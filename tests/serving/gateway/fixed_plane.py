@@ -218,6 +218,10 @@ class FixedPlane:
     def checkpoint_tokens(self, decision: Decision) -> int:
         return self.every_tokens
 
+    def may_sample(self, decision: Decision) -> bool:
+        prefill, decode = self._instances[decision.prefill], self._instances[decision.decode]
+        return not self.every_tokens and not self._deployment.pulls(prefill, decode)
+
     def least(self) -> float:
         return self.waits_s
 

@@ -16,8 +16,8 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from tests.trace_collector import Collector, SeenSpan, running_collector
 
 from prfaas.core.deployment import TracingConfig
-from prfaas.serving.gateway.request_trace import error_word, finish_reasons
-from prfaas.serving.tracing import otel
+from prfaas.serving.gateway.answers.answer_bytes import finish_reasons
+from prfaas.serving.tracing import error_word, otel
 
 from .stand_in import answer_text
 from .world import GATEWAY, World, route_of, running_world

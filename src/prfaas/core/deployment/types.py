@@ -502,7 +502,11 @@ class Deployment(Section):
 
     def uses_nixl(self, instance: Instance) -> bool:
         """True if an engine has NIXL beside our own transport."""
-        return self.engine.local_transfer == "nixl" and self.cluster_of(instance).kind == "pd"
+        return self.reads_kv(self.cluster_of(instance))
+
+    def reads_kv(self, cluster: Cluster) -> bool:
+        """True if decode instances of a cluster read KV out of the memory of its prefill instances, by NIXL."""
+        return self.engine.local_transfer == "nixl" and cluster.kind == "pd"
 
     def pulls(self, producer: Instance, consumer: Instance) -> bool:
         """True if the second instance reads KV out of the first one's memory, by NIXL."""

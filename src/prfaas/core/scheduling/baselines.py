@@ -50,7 +50,7 @@ class RoundRobin:
         option = prefill_by(request, view, cluster, instance)
         if link is not None:
             kv_bytes = kv_bytes_to(request, view, decode, link)
-            option = streamed(option, link, view, kv_bytes, request.first_from_prefill)
+            option = streamed(request, option, link, view, kv_bytes)
         held = max(request.reusable_at(each.name) for each in pd.instances)
         threshold = view.threshold_tokens.get(pd.name, math.inf)
         choice = Choice(option, request.num_tokens - held, threshold, "turn")

@@ -98,7 +98,7 @@ def with_cache(
         stall_s=move.prefill_s * option.instance.held_up,
     )
     if option.link is not None:
-        moved = streamed(moved, option.link, view, option.kv_bytes, request.first_from_prefill)
+        moved = streamed(request, moved, option.link, view, option.kv_bytes)
     return moved, ""
 
 

@@ -19,6 +19,7 @@ from prfaas.core.scheduling.view import (
     LinkView,
     PoolView,
     View,
+    may_sample,
 )
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -120,13 +121,27 @@ def kv_bytes_to(request: RoutingRequest, view: View, decode: InstanceView, link:
     return kv.bytes_to_move(request.num_tokens, skip)
 
 
+def gives_first(
+    request: RoutingRequest, view: View, option: PrefillCandidate, link: LinkView | None, kv_bytes: int
+) -> bool:
+    """Whether the client has its first token from the prefill of `option`, which sends its KV over `link`."""
+    if not request.first_from_prefill:
+        return False
+    reused_tokens = option.reusable_tokens
+    every_tokens = view.checkpoint_tokens(
+        option.cluster, link, request.num_tokens - reused_tokens, reused_tokens, kv_bytes
+    )
+    return may_sample(option.cluster, link, every_tokens)
+
+
 def streamed(
-    option: PrefillCandidate, link: LinkView, view: View, kv_bytes: int, first_from_prefill: bool = False
+    request: RoutingRequest, option: PrefillCandidate, link: LinkView, view: View, kv_bytes: int
 ) -> PrefillCandidate:
     """The prefill of another cluster, its KV streamed over `link` while it is made (section 3.3).
 
-    With `first_from_prefill` its TTFT is that of a token which comes back while the KV is still on its way.
+    Where it gives the first token, its TTFT is that of a token which comes back while the KV is still on its way.
     """
+    first_from_prefill = gives_first(request, view, option, link, kv_bytes)
     link_s = BITS_PER_BYTE * kv_bytes / link.capacity_bits_per_s
     link_wait_s = max(link.drained_s - view.now_s, 0.0)
     start_s, prefill_s, rtt_s = option.start_s, option.prefill_s, link.rtt_s

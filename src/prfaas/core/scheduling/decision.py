@@ -112,8 +112,8 @@ class RoutingRequest(Struct, frozen=True):
     own: Mapping[str, PrefixHit] = {}
     """As `held` without the pools; empty where these hold nothing."""
     first_from_prefill: bool = False
-    """Whether the client gets the first token from the instance that prefills, where that is not the one that decodes.
-    It waits for no KV and no decode slot then; the rest of the answer does."""
+    """Whether the client gets the first token from the instance that prefills, where that is not the one that decodes,
+    and may sample (`view.may_sample`). It waits for no KV and no decode slot then; the rest of the answer does."""
 
     def reusable_at(self, instance: str) -> int:
         """Tokens that a prefill at `instance` need not compute; the last prompt token is always computed."""

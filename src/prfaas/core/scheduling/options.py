@@ -144,6 +144,6 @@ def options(request: RoutingRequest, view: View) -> list[PrefillOption]:
             link = usable_link(view, node.cluster.name, cluster.name)
             if link is not None:
                 kv_bytes = kv_bytes_to(request, view, decode, link)
-                far = streamed(node, link, view, kv_bytes, request.first_from_prefill)
+                far = streamed(request, node, link, view, kv_bytes)
                 found.append(PrefillOption(request, view, far.instance, decode, link, candidate=far))
     return found

@@ -12,6 +12,7 @@ from prfaas.core.scheduling.candidates import (
     PrefillCandidate,
     PrefillCandidates,
     able_to_send,
+    gives_first,
     kv_bytes_to,
     prefill_by,
     prefill_candidates,
@@ -116,26 +117,27 @@ def _compared(
         pd = candidates[least[2]]
         let_prefill_move(request, view, pd, able[pd.cluster.name].far)
         choices[least[2]] = choose(request, view, pd)
-        best = min(best, (_delay_s(request, pd, choices[least[2]].option), *least[1:]))
+        best = min(best, (_delay_s(request, view, pd, choices[least[2]].option), *least[1:]))
     return candidates[best[2]], choices[best[2]]
 
 
-def _delay_s(request: RoutingRequest, pd: PdCandidate, option: PrefillCandidate) -> float:
+def _delay_s(request: RoutingRequest, view: View, pd: PdCandidate, option: PrefillCandidate) -> float:
     """`PrefillCandidate.delay_s` with the wait for a decode slot, which a first token from the prefill is spared."""
     if option.instance is pd.decode:
         return max(option.ttft_s, slot_free_s(pd.decode, pd.cluster.slot_s)) + option.stall_s
-    return _with_slot_s(request, pd, option.ttft_s, option.loaded_s) + option.stall_s
+    is_early = gives_first(request, view, option, option.link, option.kv_bytes)
+    return _with_slot_s(pd, option.ttft_s, option.loaded_s, is_early=is_early) + option.stall_s
 
 
 def _least_s(request: RoutingRequest, pd: PdCandidate, far_s: float) -> float:
     """`_delay_s` of whatever a policy chooses there is no less: no KV arrives before it has been computed."""
     soonest_s = min(pd.local.ttft_s, far_s)
-    return _with_slot_s(request, pd, soonest_s, soonest_s)
+    return _with_slot_s(pd, soonest_s, soonest_s, is_early=request.first_from_prefill)
 
 
-def _with_slot_s(request: RoutingRequest, pd: PdCandidate, ttft_s: float, loaded_s: float) -> float:
+def _with_slot_s(pd: PdCandidate, ttft_s: float, loaded_s: float, *, is_early: bool) -> float:
     second_s = max(loaded_s, slot_free_s(pd.decode, pd.cluster.slot_s))
-    return (ttft_s + second_s) / 2.0 if request.first_from_prefill else second_s
+    return (ttft_s + second_s) / 2.0 if is_early else second_s
 
 
 def cheapest_remote(
@@ -152,7 +154,7 @@ def cheapest_remote(
         # The transfer makes none cheaper.
         if chosen is None or cost(node) < least:
             kv_bytes = kv_bytes_to(request, view, decode, link)
-            option = streamed(node, link, view, kv_bytes, request.first_from_prefill)
+            option = streamed(request, node, link, view, kv_bytes)
             if chosen is None or cost(option) < least:
                 chosen, least = option, cost(option)
     assert chosen is not None  # there is at least one

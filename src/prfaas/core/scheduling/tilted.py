@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from prfaas.core.scheduling.cache_transfers import own_uncached_tokens, uncached_tokens, with_cache
-from prfaas.core.scheduling.candidates import PrefillCandidate
+from prfaas.core.scheduling.candidates import PrefillCandidate, gives_first
 from prfaas.core.scheduling.decision import RoutingRequest
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
 from prfaas.core.scheduling.parameters import Bounds
@@ -73,10 +73,12 @@ class Tilted(ChoosingPolicy):
         uncached = uncached_tokens(request, view, pd, self.abundance)
         local, local_stays = with_cache(request, view, pd, pd.local, self.abundance)
         far: PrefillCandidate | None = None
+        early = False
         if pd.remotes:
             far = cheapest_remote(request, view, pd.decode, pd.remotes, _added_work)
             far, far_stays = with_cache(request, view, pd, far, self.abundance)
-            done_s = far.delay_s if request.first_from_prefill else far.ttft_s
+            early = gives_first(request, view, far, far.link, far.kv_bytes)
+            done_s = far.delay_s if early else far.ttft_s
             tilt_s = self.beta * self._ahead_s(local, far, done_s, view)
             if tilt_s > 0.0 or threshold < math.inf:
                 at = threshold if threshold < math.inf else _NEVER
@@ -93,7 +95,7 @@ class Tilted(ChoosingPolicy):
                 # The cache that makes it short does not come here, or is done sooner where it is.
                 return Choice(far, uncached, adjusted, "cached-there", cache_stays=far_stays)
         reason = pd.reason_to_stay(long=uncached > threshold)
-        is_busy, early = reason == "busy-prfaas", request.first_from_prefill
+        is_busy = reason == "busy-prfaas"
         if is_busy and far is not None and uncached <= self._idle_threshold(local, far, pd, early):
             reason = "slow-link"
         elif far is not None and not pd.local_reason and uncached > unpriced(adjusted, pd.remotes):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from prfaas.core.latency.cached_prefix import after_prefix_s
+from prfaas.core.link.checkpoints import checkpoint_every_tokens
 from prfaas.core.link.meter import LinkCondition, LinkMeter
 from prfaas.core.scheduling.decision import KvFacts
 from prfaas.core.scheduling.prefill_order import PrefillWaits
@@ -182,10 +183,21 @@ class ClusterView:
     """What moves between its instances, where its dtype or ranks make that something else; None: as `View.kv`."""
     pool_kv: KvFacts | None = None
     """What its pools hold, of all ranks; None: as `kv`."""
+    reads_kv: bool = False
+    """Whether its decode instances read KV out of the memory of its prefill instances (NIXL)."""
 
     def after_prefix_s(self, uncached_tokens: float, reused_tokens: float) -> float:
         """Seconds of computing `uncached_tokens` behind `reused_tokens` that an instance need not compute."""
         return after_prefix_s(self.prefill_s, uncached_tokens, reused_tokens)
+
+
+def may_sample(cluster: ClusterView, link: LinkView | None, every_tokens: int) -> bool:
+    """Whether a prefill in `cluster`, which sends checkpoints `every_tokens` over `link`, may sample the first token.
+
+    A NIXL producer of some models drops the prompt's last token. And the ticket of a prefill that samples has a token
+    more than the decode request: of such a transfer nothing is kept, so that checkpoints would be for nothing.
+    """
+    return not every_tokens and (link is not None or not cluster.reads_kv)
 
 
 @dataclass(slots=True)
@@ -224,6 +236,29 @@ class View:
         """What the pools of a cluster hold, load and exchange: the pages of all ranks, copies included."""
         place = self.clusters[cluster]
         return place.pool_kv or place.kv or self.kv
+
+    def checkpoint_tokens(
+        self,
+        cluster: ClusterView,
+        link: LinkView | None,
+        prefill_tokens: int,
+        reused_tokens: int,
+        kv_bytes: int,
+    ) -> int:
+        """About how many tokens a prefill in `cluster`, behind `reused_tokens`, computes between two checkpoints.
+
+        0: it sends none, such as inside of a PD cluster, where no `link` is crossed.
+        """
+        if link is None or not cluster.kills_per_s or not self.keeps_transfers:
+            return 0
+        return checkpoint_every_tokens(
+            prefill_tokens,
+            cluster.after_prefix_s(prefill_tokens, reused_tokens),
+            kv_bytes,
+            (link.kv or self.kv).checkpoint_bytes,
+            link.capacity_bits_per_s,
+            cluster.kills_per_s,
+        )
 
     def checkpoint_s(self, link: LinkView, first_from_prefill: bool) -> float:
         """What a checkpoint takes on a link; 0: the model needs none; infinite: a broken transfer is not kept.

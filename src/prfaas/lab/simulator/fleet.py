@@ -143,7 +143,8 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
         kv=kv,
         threshold_tokens=dict(scenario.threshold_tokens),
         stale_after_s=scenario.control.stale_after_s,
-        keeps_transfers=scenario.keeps_transfers,
+        # As `KeptTransfers`: every prefill of a simulation gives the first token, or none does.
+        keeps_transfers=scenario.keeps_transfers and scenario.first_token != "prefill",
     )
 
 

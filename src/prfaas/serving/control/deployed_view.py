@@ -59,6 +59,7 @@ class DeployedView(Part):
             found = view.clusters[cluster.name]
             found.instance_price_per_s = cluster.instance_price_per_hour / SECONDS_PER_HOUR
             found.kills_per_s = cluster.expected_kills_per_hour / SECONDS_PER_HOUR
+            found.reads_kv = deployment.reads_kv(cluster)
         for pool in deployment.pools:
             view.pools[pool.name].instances = pool.instances
 

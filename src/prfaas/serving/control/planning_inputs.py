@@ -165,6 +165,7 @@ def cluster_view(deployment: Deployment, cluster: Cluster, curves: PrefillCurves
         kills_per_s=cluster.expected_kills_per_hour / SECONDS_PER_HOUR,
         kv=_facts(sent_model(deployment, cluster.name, cluster.name)),
         pool_kv=_facts(held_model(deployment, cluster.name)),
+        reads_kv=deployment.reads_kv(cluster),
     )
 
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from prfaas.core.link.checkpoints import checkpoint_every_tokens
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView
 from prfaas.core.scheduling.decoders import learnt_slot_s
+from prfaas.core.scheduling.view import may_sample
 from prfaas.core.scheduling.waits import least_prefill_wait_s, work_wait_s
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
@@ -86,16 +86,14 @@ class PredictedWaits:
     def checkpoint_tokens(self, decision: Decision) -> int:
         """About how many tokens the prefill of `decision` computes between two checkpoints; 0: it sends none."""
         _, cluster, link = self._way_of(decision)
-        if link is None or not cluster.kills_per_s:
-            return 0
-        return checkpoint_every_tokens(
-            decision.prefill_tokens,
-            cluster.after_prefix_s(decision.prefill_tokens, decision.reused_tokens),
-            decision.kv_bytes,
-            (link.kv or self._cluster_state.view.kv).checkpoint_bytes,
-            link.capacity_bits_per_s,
-            cluster.kills_per_s,
+        return self._cluster_state.view.checkpoint_tokens(
+            cluster, link, decision.prefill_tokens, decision.reused_tokens, decision.kv_bytes
         )
+
+    def may_sample(self, decision: Decision) -> bool:
+        """Whether the prefill of `decision` may sample the first token, by the rule that routing predicts with."""
+        _, cluster, link = self._way_of(decision)
+        return may_sample(cluster, link, self.checkpoint_tokens(decision))
 
     def _way_of(self, decision: Decision) -> tuple[InstanceView, ClusterView, LinkView | None]:
         """The prefill instance, its cluster, and the link that the KV crosses."""

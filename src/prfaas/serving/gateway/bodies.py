@@ -9,6 +9,7 @@ list, checking each and writing the list again takes three times as long.
 """
 
 import math
+import re
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
@@ -282,6 +283,17 @@ def without_transfer_params(answer: bytes) -> bytes:
                 if isinstance(answered, dict) and field in answered:
                     answered[field] = None
     return orjson.dumps(parsed)
+
+
+# In generated text the quotes would be escaped. The usage stands at the end.
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?(\d{1,9})')
+USAGE_BYTES = 2048
+
+
+def cached_tokens_of(answer: bytes) -> int | None:
+    """Tokens of the prompt that the engine reused, by the usage of a whole answer; None if it does not say."""
+    found = _CACHED_TOKENS.search(answer, max(len(answer) - USAGE_BYTES, 0))
+    return int(found.group(1)) if found is not None else None
 
 
 def _as_written(value: object) -> orjson.Fragment:

@@ -3,6 +3,8 @@
 import logging
 import math
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from aiohttp import web
 
@@ -18,9 +20,9 @@ from prfaas.serving.gateway.prompts.prompt import DirectPrompt, Endpoint, answer
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.prompts.tokenization import Tokenization
 from prfaas.serving.gateway.prompts.validation import Validation
-from prfaas.serving.gateway.request_trace import decision_attributes
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
 from prfaas.serving.gateway.ways.ready_requests import DecidedRequest
+from prfaas.serving.tracing import AttributeValue
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,10 @@ class Generation:
         self._validation = validation
         self._prefill = prefill
         self._answers = answers
+
+    def handler_of(self, endpoint: Endpoint) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """What serves requests to one endpoint."""
+        return partial(self.handle, endpoint=endpoint)
 
     async def handle(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """Serve one request.
@@ -126,8 +132,28 @@ class Generation:
         first_from_prefill = self._prefill.shows_first(request)
         decision = plane.router.route(num_tokens, prompt.chains, first_from_prefill=first_from_prefill)
         plane.observe(num_tokens, decision.uncached_tokens)
-        decided_s = record.since("decide", begun_s)
-        if record.trace is not None:
-            policy = self._context.running.current.routing.policy
-            record.trace.step("decide", begun_s, decided_s, decision_attributes(decision, policy))
+        policy = self._context.running.current.routing.policy
+        record.since("decide", begun_s, decision_attributes(decision, policy))
         return decision
+
+
+def decision_attributes(decision: Decision, policy: str) -> dict[str, AttributeValue]:
+    """What a decision's span tells."""
+    told: dict[str, AttributeValue] = {
+        "prfaas.policy": policy,
+        "prfaas.route": str(decision.route),
+        "prfaas.reason": decision.reason,
+        "prfaas.uncached_tokens": decision.uncached_tokens,
+        "prfaas.prefill_tokens": decision.prefill_tokens,
+        "prfaas.skip_tokens": decision.skip_tokens,
+        "prfaas.prefill.instance": decision.prefill,
+        "prfaas.decode.instance": decision.decode,
+    }
+    for name, value in (
+        ("prfaas.threshold_tokens", decision.threshold_tokens),
+        ("prfaas.predicted_ttft_s", decision.predicted_ttft_s),
+    ):
+        # No attribute in place of "never" and "unknown".
+        if math.isfinite(value):
+            told[name] = float(value)
+    return told

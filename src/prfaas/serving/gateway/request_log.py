@@ -18,13 +18,21 @@ from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeade
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.bodies import ApiError, reason_of
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.request_trace import STEP_NAMES
-from prfaas.serving.gateway.ways.kv_transfer import TransferredBytes
 from prfaas.serving.logs import REQUEST_ID
-from prfaas.serving.tracing import AttributeValue
+from prfaas.serving.tracing import NO_TRACE, Attributes, AttributeValue, RequestSpans
 
 if TYPE_CHECKING:
-    from prfaas.serving.tracing.otel import OtelTrace, OtelTracing
+    from prfaas.serving.tracing.otel import OtelTracing
+
+
+# Steps that are spans too.
+_SPANS = {
+    "read": "read",
+    "tokenize": "tokenize",
+    "decide": "decide",
+    "turn": "wait_for_turn",
+    "cache_transfer": "kv_copy",
+}
 
 
 class WaitsFor(StrEnum):
@@ -35,6 +43,26 @@ class WaitsFor(StrEnum):
     PREFILL_INSTANCE = "prefill_instance"
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferredBytes:
+    """What a completed transfer moved, summed over ranks."""
+
+    total_bytes: int
+    overlapped_bytes: int
+    """Bytes that had arrived when the prefill ended."""
+    spared_bytes: int = 0
+    """By how many bytes compression made them less on the link."""
+    cached_tokens: int | None = None
+    """Tokens that the producer reused, by its own word; None: it did not say."""
+    checkpoint_bytes: int = 0
+    """What checkpoints moved beside it."""
+
+    @property
+    def overlapped_fraction(self) -> float:
+        """Share of the bytes that cost no time of their own; 1 when there was nothing to move."""
+        return self.overlapped_bytes / self.total_bytes if self.total_bytes else 1.0
 
 
 @dataclass(slots=True)
@@ -101,8 +129,8 @@ class RequestRecord:
     """The decode engine's status where it refused the request; a stream that says so has status 200 itself."""
     status: int | None = None
     outcome: str = "under way"
-    trace: "OtelTrace | None" = None
-    """Where the stages write their spans; None: it is not traced, or over."""
+    trace: RequestSpans = NO_TRACE
+    """Where the stages write their spans."""
     trace_id: str | None = None
     """Of its trace; None: it is not traced."""
     trace_headers: Mapping[str, str] | None = None
@@ -127,15 +155,13 @@ class RequestRecord:
     def note(self, sentence: str) -> None:
         """Something has happened that explains the request's way."""
         self.notes.append((time.perf_counter() - self.began_s, sentence))
-        if self.trace is not None:
-            self.trace.event("prfaas.note", {"prfaas.note": sentence})
+        self.trace.event("prfaas.note", {"prfaas.note": sentence})
 
     def fell_back(self, attempt: Attempt, reason: str) -> None:
         """An attempt has failed, and another way is taken."""
         attempt.outcome = reason
-        if self.trace is not None:
-            prefill = attempt.decision.prefill
-            self.trace.event("prfaas.fallback", {"prfaas.reason": reason, "prfaas.prefill.instance": prefill})
+        prefill = attempt.decision.prefill
+        self.trace.event("prfaas.fallback", {"prfaas.reason": reason, "prfaas.prefill.instance": prefill})
 
     def took(self, step: str, taken_s: float, begun_s: float | None = None) -> None:
         """A step is over. Steps of the same name add up. `begun_s`: None: it ends now."""
@@ -143,12 +169,15 @@ class RequestRecord:
         self.starts_s.setdefault(step, max(begun_s - self.began_s, 0.0))
         self.steps_s[step] = self.steps_s.get(step, 0.0) + taken_s
 
-    def since(self, step: str, begun_s: float) -> float:
-        """A step that began at `begun_s` is over. Returns the time, at which the next one begins."""
+    def since(self, step: str, begun_s: float, attributes: Attributes | None = None) -> float:
+        """A step that began at `begun_s` is over. Returns the time, at which the next one begins.
+
+        `attributes`: of its span, where it has one.
+        """
         now_s = time.perf_counter()
         self.took(step, now_s - begun_s, begun_s)
-        if self.trace is not None and step in STEP_NAMES:
-            self.trace.step(STEP_NAMES[step], begun_s, now_s)
+        if step in _SPANS:
+            self.trace.step(_SPANS[step], begun_s, now_s, attributes)
         return now_s
 
     def sent(self, header: RouteHeader) -> None:
@@ -204,7 +233,7 @@ class RequestLog:
         if self._tracing is not None:
             begun = self._tracing.begin(endpoint, headers or {}, record.at_s, record.began_s)
             record.trace, record.trace_headers = begun.trace, begun.headers
-            record.trace_id = None if begun.trace is None else begun.trace.trace_id
+            record.trace_id = begun.trace_id
         try:
             yield record
         except (ApiError, web.HTTPException) as error:
@@ -226,8 +255,7 @@ class RequestLog:
             self._metrics.in_flight_requests.dec()
             self._metrics.requests.labels(record.endpoint, record.route, record.outcome).inc()
             self._count(record, total_s)
-            if record.trace is not None:
-                _end_trace(record, record.trace, record.began_s + total_s)
+            _end_trace(record, record.began_s + total_s)
 
     def _count(self, record: RequestRecord, total_s: float) -> None:
         """What the answer took, and how long it was."""
@@ -276,12 +304,14 @@ _OPERATIONS = {
 """Endpoint to what the GenAI semantic conventions call it."""
 
 
-def _end_trace(record: RequestRecord, trace: "OtelTrace", ended_s: float) -> None:
+def _end_trace(record: RequestRecord, ended_s: float) -> None:
+    if not record.trace.is_kept:
+        return
     error = None if record.outcome == "ok" else record.outcome
     failed = error == "engine_error"
-    trace.end(_span_name(record), ended_s, _span_attributes(record), error, failed=failed)
+    record.trace.end(_span_name(record), ended_s, _span_attributes(record), error, failed=failed)
     # The record is kept for longer than its spans.
-    record.trace = None
+    record.trace = NO_TRACE
 
 
 def _span_name(record: RequestRecord) -> str:

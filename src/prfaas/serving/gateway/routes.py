@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -15,7 +14,6 @@ from prfaas.serving.gateway.bodies import FAILED, ApiError, Json, error_body
 from prfaas.serving.gateway.clients import Clients, asking
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of_path
-from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.request_log import RECORD, RequestRecord
 from prfaas.serving.logs import PEER
@@ -128,13 +126,13 @@ class Routes:
     def __init__(
         self,
         deployment: Deployment,
-        generation: Generation,
+        handler_of: Callable[[Endpoint], Handler],
         context: GatewayContext,
         clients: Clients | None,
     ) -> None:
-        """`clients`: who may send; None: everybody."""
+        """`handler_of`: serves what engines answer. `clients`: who may send; None: everybody."""
         self._model = deployment.model
-        self._generation = generation
+        self._handler_of = handler_of
         self._plane = context.plane
         self._draining = context.draining
         self._max_body_bytes = context.options.max_body_bytes
@@ -152,7 +150,7 @@ class Routes:
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/version", self._get_version, allow_head=False)
         for endpoint in Endpoint:
-            app.router.add_post(endpoint.path, partial(self._generation.handle, endpoint=endpoint))
+            app.router.add_post(endpoint.path, self._handler_of(endpoint))
         return app
 
     async def _models(self, _request: web.Request) -> web.Response:

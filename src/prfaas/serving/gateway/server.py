@@ -38,7 +38,7 @@ from prfaas.serving.gateway.prompts.tokenization import LocalTokenizer, Tokeniza
 from prfaas.serving.gateway.prompts.validation import Validation
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.routes import Routes, http_logger
-from prfaas.serving.gateway.ways.first_token_rules import FirstTokenRules
+from prfaas.serving.gateway.ways.first_token import FirstTokenRules
 from prfaas.serving.gateway.ways.kv_transfer import KvTransfers
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
@@ -161,7 +161,7 @@ class Gateway:
             prefill=prefill,
             answers=Answering(context, tokenization=self._tokenization, prefill=prefill, shadow=self._shadow),
         )
-        self.routes = Routes(deployment, generation, context, self.clients)
+        self.routes = Routes(deployment, generation.handler_of, context, self.clients)
         self.history = StateHistory(plane.state)
         token_file = config.admin.token_file
         token = None if token_file is None else load_token(token_file)

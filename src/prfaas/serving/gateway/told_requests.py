@@ -12,8 +12,7 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.kv import KvModel
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.bodies import Json
-from prfaas.serving.gateway.request_log import Attempt, RequestRecord
-from prfaas.serving.gateway.ways.kv_transfer import TransferredBytes
+from prfaas.serving.gateway.request_log import Attempt, RequestRecord, TransferredBytes
 
 
 def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None) -> Json:

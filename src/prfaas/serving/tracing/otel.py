@@ -16,7 +16,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from prfaas import __version__
 from prfaas.serving.secret_files import load_headers
-from prfaas.serving.tracing import CANCELLED, Attributes
+from prfaas.serving.tracing import CANCELLED, NO_TRACE, Attributes, RequestSpans, TraceSpan
 from prfaas.serving.tracing.collector import TraceCollector
 from prfaas.serving.tracing.queue import MOST_SPANS, SpanQueue
 
@@ -80,8 +80,9 @@ class OtelTracing:
         headers: dict[str, str] = {}
         _propagator.inject(headers, context)
         if not root.is_recording():
-            return OtelBegun(headers, None)
-        return OtelBegun(headers, OtelTrace(self._tracer, root, context, at_ns, began_s))
+            return OtelBegun(headers)
+        trace = OtelTrace(self._tracer, root, context, at_ns, began_s)
+        return OtelBegun(headers, trace, f"{root.get_span_context().trace_id:032x}")
 
     async def close(self) -> None:
         """Send what is left, for a short while at most."""
@@ -91,19 +92,24 @@ class OtelTracing:
 class OtelBegun:
     """What becomes of a request's trace at its start."""
 
-    __slots__ = ("headers", "trace")
+    __slots__ = ("headers", "trace", "trace_id")
 
-    def __init__(self, headers: Mapping[str, str], trace: "OtelTrace | None") -> None:
+    def __init__(
+        self, headers: Mapping[str, str], trace: RequestSpans = NO_TRACE, trace_id: str | None = None
+    ) -> None:
         self.headers = headers
         """What engines get: `traceparent`, and `tracestate` if there is one. They say too if it is not traced."""
         self.trace = trace
-        """None: the request is not among those that are traced."""
+        self.trace_id = trace_id
+        """32 hex digits; None: the request is not among those that are traced."""
 
 
-class OtelTrace:
-    """Spans of one traced request. Times are those of `time.perf_counter`. It belongs to the event loop's thread."""
+class OtelTrace(RequestSpans):
+    """Spans of one traced request. It belongs to the event loop's thread."""
 
-    __slots__ = ("_at_ns", "_began_s", "_context", "_open", "_root", "_tracer", "trace_id")
+    __slots__ = ("_at_ns", "_began_s", "_context", "_open", "_root", "_tracer")
+
+    is_kept = True
 
     def __init__(self, tracer: Tracer, root: ApiSpan, context: Context, at_ns: int, began_s: float) -> None:
         self._tracer = tracer
@@ -112,11 +118,8 @@ class OtelTrace:
         self._at_ns = at_ns
         self._began_s = began_s
         self._open: list[OtelSpan] = []
-        self.trace_id = f"{root.get_span_context().trace_id:032x}"
-        """32 hex digits."""
 
     def open(self, name: str, attributes: Attributes, *, asks_engine: bool = False) -> "OtelSpan":
-        """A span begins now. `asks_engine`: it is a call to one."""
         kind = SpanKind.CLIENT if asks_engine else SpanKind.INTERNAL
         span = self._tracer.start_span(name, self._context, kind, attributes, start_time=self.now_ns())
         opened = OtelSpan(self, span)
@@ -124,28 +127,17 @@ class OtelTrace:
         return opened
 
     def step(self, name: str, begun_s: float, ended_s: float, attributes: Attributes | None = None) -> None:
-        """A span that is over."""
         span = self._tracer.start_span(
             name, self._context, attributes=attributes, start_time=self._ns(begun_s)
         )
         span.end(self._ns(ended_s))
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """Something has happened now."""
         self._root.add_event(name, attributes, self.now_ns())
 
     def end(
         self, name: str, ended_s: float, attributes: Attributes, error: str | None, *, failed: bool
     ) -> None:
-        """The request is over, and with it every span that is open.
-
-        Args:
-            name: of its span, now that more is known.
-            ended_s: when.
-            attributes: of its span.
-            error: in one word; None: there was none.
-            failed: whether it is this side's.
-        """
         ended_ns = self._ns(ended_s)
         # What is cancelled with the request ends some steps of the loop later.
         for span in self._open:
@@ -166,7 +158,7 @@ class OtelTrace:
         return self._at_ns + int((perf_s - self._began_s) * 1e9)
 
 
-class OtelSpan:
+class OtelSpan(TraceSpan):
     """A span that is open."""
 
     __slots__ = ("_has_ended", "_span", "_trace")
@@ -176,18 +168,15 @@ class OtelSpan:
         self._span = span
         self._has_ended = False
 
-    @property
-    def traceparent(self) -> str:
-        """The W3C header by which an engine makes its spans children of this one."""
-        return _traceparent(self._span.get_span_context())
+    def headers(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """With the W3C header by which an engine makes its spans children of this one."""
+        return {**headers, "traceparent": _traceparent(self._span.get_span_context())}
 
     def tell(self, attributes: Attributes) -> None:
-        """Add attributes."""
         if not self._has_ended:
             self._span.set_attributes(attributes)
 
     def end(self, error: str | None = None) -> None:
-        """It ends now, with an error in one word or without. Only the first call counts."""
         self.end_at(self._trace.now_ns(), error)
 
     def end_at(self, ended_ns: int, error: str | None) -> None:

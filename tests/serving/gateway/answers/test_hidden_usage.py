@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.answers.hidden_usage import safe_end, without_cached_tokens
+from prfaas.serving.gateway.answers.answer_bytes import safe_end, without_cached_tokens
 
 CHAT = {"prompt_tokens": 9, "total_tokens": 12, "completion_tokens": 3}
 DETAILS = {"cached_tokens": 7, "created_cache_tokens": 2, "multimodal_tokens": {"image": 4}}

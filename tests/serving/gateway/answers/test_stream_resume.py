@@ -11,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from prfaas.serving.gateway.answers.stop_account import StopAccount
 from prfaas.serving.gateway.answers.transcript import (
     AnswerText,
     LastWords,
     NotPlainError,
+    StopAccount,
     StreamTranscript,
     events,
     last_said,
 )
 from prfaas.serving.gateway.bodies import WrittenIds
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
-from prfaas.serving.gateway.prompts.continuing import can_resume, rest_body, tokens_left
-from prfaas.serving.gateway.prompts.prompt import Endpoint
+from prfaas.serving.gateway.prompts.prompt import Endpoint, can_resume, rest_body, tokens_left
 
 from ..stand_in import write_tokenizer
 
@@ -118,7 +117,7 @@ def chunk(text: str, reason: str | None = None, **more: Any) -> bytes:
 
 
 def told_by(story: StreamTranscript, raw: bytes) -> bytes:
-    return b"".join(story.rewrite(event, 5, 3, None, may_stop=True) for event in events(raw) if event)
+    return b"".join(story.rewrite(event, 5, 3, may_stop=True) for event in events(raw) if event)
 
 
 @settings(deadline=None)
@@ -133,7 +132,7 @@ def test_a_story_and_its_rest_read_as_one_answer(text: str, data: st.DataObject)
         reason = "stop" if number == len(second) - 1 else None
         (event,) = events(chunk(piece, reason, stop_reason="#" if reason else None))
         assert event is not None
-        told += story.rewrite(event | {"id": "b", "model": "other"}, 5, 3, None, may_stop=True)
+        told += story.rewrite(event | {"id": "b", "model": "other"}, 5, 3, may_stop=True)
     heard = [event for event in events(told) if event]
     assert "".join(event["choices"][0]["text"] for event in heard) == text == story.text
     assert {(event["id"], event["model"]) for event in heard} == {("a", "m")}

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.serving.gateway.answers import streams
-from prfaas.serving.gateway.answers.streams import EventStream, cached_tokens_of
+from prfaas.serving.gateway.answers.streams import EventStream
+from prfaas.serving.gateway.bodies import cached_tokens_of
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.http_pool import EngineResponse
 

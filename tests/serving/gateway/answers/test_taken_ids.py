@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.serving.gateway.answers.answer_bytes import PromptCut, TakenIds, taken_of_whole
 from prfaas.serving.gateway.answers.streams import EventStream
-from prfaas.serving.gateway.answers.taken_ids import PromptCut, TakenIds, taken_of_whole
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prompts.prompt import Endpoint

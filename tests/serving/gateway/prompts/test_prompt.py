@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.serving.gateway.bodies import ApiError
-from prfaas.serving.gateway.prompts.fields import unusual_fields
 from prfaas.serving.gateway.prompts.prompt import (
     BatchPrompt,
     DirectPrompt,
@@ -23,6 +22,7 @@ from prfaas.serving.gateway.prompts.prompt import (
     prompt_of,
     why_whole,
 )
+from prfaas.serving.gateway.prompts.validation import unusual_fields
 
 
 def completion(prompt: Any, **fields: Any) -> Any:

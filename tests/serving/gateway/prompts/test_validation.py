@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from prfaas.serving.gateway.engine_client import EngineClient
-from prfaas.serving.gateway.prompts.fields import unusual_fields
+from prfaas.serving.gateway.prompts.validation import unusual_fields
 
 from ..world import World, route_of
 

@@ -11,6 +11,7 @@ from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import TokenizedPrompt
+from prfaas.serving.gateway.request_log import TransferredBytes
 from prfaas.serving.gateway.ways.first_token import SampledTokens
 from prfaas.serving.gateway.ways.kv_transfer import (
     HopFailedError,
@@ -18,7 +19,6 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     MovedPrefix,
     StartedTransfer,
     TransferDone,
-    TransferredBytes,
 )
 from prfaas.serving.gateway.ways.ready_requests import (
     DirectRequest,

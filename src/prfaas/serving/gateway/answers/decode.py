@@ -7,24 +7,20 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from prfaas.serving.gateway.answers.answer_bytes import PromptCut, TakenIds, note_answer_tokens
 from prfaas.serving.gateway.answers.streams import (
     EVENT_STREAM,
-    DecodeFailedError,
+    EngineAnswerError,
     EventStream,
     ResponseWriter,
-    note_answer_tokens,
     read_whole,
 )
-from prfaas.serving.gateway.answers.taken_ids import PromptCut, TakenIds
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError
 from prfaas.serving.gateway.http_pool import EngineResponse
-from prfaas.serving.gateway.prompts.continuing import can_resume
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest
-from prfaas.serving.gateway.request_trace import engine_call
 from prfaas.serving.gateway.ways.kv_transfer import TRANSFER_FAILED
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
 from prfaas.serving.gateway.ways.ready_requests import (
@@ -60,15 +56,14 @@ class Decoder:
         """Pass one decode engine's whole answer on.
 
         Raises:
-            DecodeFailedError: perhaps after a part of the answer.
+            EngineCallError: perhaps after a part of the answer.
         """
         writer.ids = _taken_of(request)
         async with self.open(request, ready) as answer:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
                 cut = PromptCut() if writer.ids is not None and not _wants_ids(request) else None
-                dialect = dialect_of(request.endpoint)
-                stream = EventStream(answer, ready.decode, dialect, cut=cut, ids=writer.ids)
+                stream = EventStream(answer, ready.decode, writer.dialect, cut=cut, ids=writer.ids)
                 note_answer_tokens(request.record, await writer.relay(stream, kind))
                 if stream.refused_status is not None:
                     self._note_refusal(request, ready, stream.refused_status)
@@ -76,8 +71,7 @@ class Decoder:
                 return await writer.end()
             whole = await read_whole(answer, ready.decode, request.record)
             if whole.status in _ENGINE_FAILURES:
-                reason, detail = f"http-{whole.status}", f"{ready.decode} answered {whole.status}"
-                raise DecodeFailedError(reason, detail, lost=False, answer=whole)
+                raise EngineAnswerError(ready.decode, whole.status, answer=whole)
             if whole.status >= 400:
                 self._note_refusal(request, ready, whole.status)
             return await writer.send(whole)
@@ -86,12 +80,11 @@ class Decoder:
     async def stream(self, request: ServingRequest, ready: ReadyRequest) -> AsyncIterator[EventStream]:
         """As `open`, for an answer that must be a stream, with its token ids but for the prompt's.
 
-        Raises DecodeFailedError where it is none.
+        Raises EngineCallError where it is none.
         """
         async with self.open(request, ready) as answer:
             if answer.status != 200 or not answer.content_type.startswith(EVENT_STREAM):
-                detail = f"{ready.decode} answered {answer.status}"
-                raise DecodeFailedError(f"http-{answer.status}", detail, lost=False)
+                raise EngineAnswerError(ready.decode, answer.status)
             yield EventStream(answer, ready.decode, cut=PromptCut())
 
     @asynccontextmanager
@@ -102,7 +95,7 @@ class Decoder:
         exception.
 
         Raises:
-            DecodeFailedError: the engine does not answer.
+            EngineCallError: the engine does not answer.
         """
         ended_well = False
         try:
@@ -116,15 +109,17 @@ class Decoder:
                 self._plane.waits.decoding(
                     ready.decode, ready.own_prefill_tokens, ready.own_reused_tokens, answers=request.answers
                 ),
-                engine_call(request.record.trace, request.headers, told) as call,
+                request.record.trace.open("decode", told, asks_engine=True) as span,
             ):
                 arrived: DecidedRequest | None = None
                 if isinstance(ready, PullingRequest):
-                    answer, arrived = await self._ask_reading(request, ready, body, call.headers)
+                    answer, arrived = await self._ask_reading(
+                        request, ready, body, span.headers(request.headers)
+                    )
                 else:
-                    answer = await self._ask(request, ready, body, call.headers)
+                    answer = await self._ask(request, ready, body, span.headers(request.headers))
                 try:
-                    call.tell({"http.response.status_code": answer.status})
+                    span.tell({"http.response.status_code": answer.status})
                     if answer.status == 200:
                         self._prefill.delivered(ready)
                     if answer.status == 200 and isinstance(ready, MovingRequest):
@@ -151,12 +146,11 @@ class Decoder:
             request.salt,
         )
 
-    def report(self, request: ServingRequest, ready: ReadyRequest, failure: DecodeFailedError) -> None:
+    def report(self, request: ServingRequest, ready: ReadyRequest, failure: EngineCallError) -> None:
         """Tell log, metrics and control plane what a failure says about the decode engine."""
         logger.warning("decode instance failed: %s", failure)
         self._metrics.decode_failures.labels(failure.reason).inc()
         request.record.note(f"{ready.decode} failed: {failure.reason}")
-        # The request itself may be what makes an engine answer with an error. That must not take engines out.
         if failure.blame is not Blame.NONE:
             self._plane.health.suspect(ready.decode, str(failure), lost_cache=failure.blame is Blame.DEAD)
 
@@ -169,10 +163,7 @@ class Decoder:
         self, request: ServingRequest, ready: ReadyRequest, body: bytes, headers: Mapping[str, str]
     ) -> EngineResponse:
         instance = self._plane.members.instance(ready.decode)
-        try:
-            return await self._client.open(instance, request.endpoint.path, body, headers)
-        except EngineCallError as error:
-            raise DecodeFailedError.of_call(error) from error
+        return await self._client.open(instance, request.endpoint.path, body, headers)
 
     async def _ask_reading(
         self, request: ServingRequest, ready: PullingRequest, body: bytes, headers: Mapping[str, str]
@@ -181,7 +172,7 @@ class Decoder:
 
         A read can't be taken back: vLLM keeps the request's blocks until NIXL writes into them no more. So where it has
         been given up, the same engine is asked again, for other blocks, and the first request is aborted. Raises
-        DecodeFailedError.
+        EngineCallError.
         """
         asking = asyncio.get_running_loop().create_task(self._ask(request, ready, body, headers))
         answer: EngineResponse | None = None
@@ -205,9 +196,7 @@ class Decoder:
 
 def _tells_ids(request: ServingRequest) -> bool:
     """Whether the engine is asked for token ids, by which another one could go on."""
-    if request.has_media or isinstance(request.prompt, DirectPrompt):
-        return False
-    return can_resume(request.endpoint, request.body)
+    return request.resumes and not request.has_media and not isinstance(request.prompt, DirectPrompt)
 
 
 def _wants_ids(request: ServingRequest) -> bool:

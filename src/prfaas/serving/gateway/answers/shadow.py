@@ -14,8 +14,7 @@ import orjson
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import EngineCallError
-from prfaas.serving.gateway.prompts.continuing import can_resume
-from prfaas.serving.gateway.prompts.prompt import Endpoint
+from prfaas.serving.gateway.prompts.prompt import Endpoint, can_resume
 from prfaas.serving.gateway.prompts.request import ServingRequest
 from prfaas.serving.gateway.ways.ready_requests import DecidedRequest, ReadyRequest
 

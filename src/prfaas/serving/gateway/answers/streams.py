@@ -6,24 +6,26 @@ Nothing of it is parsed.
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
 
 import orjson
 from aiohttp import HttpVersion11, web
 
-from prfaas.serving.gateway.answers.hidden_usage import safe_end, without_cached_tokens
-from prfaas.serving.gateway.answers.taken_ids import PromptCut, TakenIds
+from prfaas.serving.gateway.answers.answer_bytes import (
+    PromptCut,
+    TakenIds,
+    note_answer_tokens,
+    safe_end,
+    without_cached_tokens,
+)
 from prfaas.serving.gateway.bodies import ApiError, without_transfer_params
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord
-from prfaas.serving.gateway.request_trace import finish_reasons
 
 EVENT_STREAM = "text/event-stream"
 _HEAD_TYPE = "text/event-stream; charset=utf-8"
@@ -36,10 +38,6 @@ _LAST_WORDS_S = 1.0
 # A client that takes nothing of its answer for so long is cut off.
 _UNREAD_S = 60.0
 
-# In generated text the quotes would be escaped. The usage stands at the end.
-_ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?(\d+)')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?(\d{1,9})')
-_USAGE_BYTES = 2048
 # With so much unsent to one client, its engine's stream waits.
 _UNSENT_BYTES = 64 << 10
 
@@ -53,35 +51,18 @@ class WholeAnswer:
     content_type: str
 
 
-class DecodeFailedError(Exception):
-    """A decode engine did not answer to the end."""
+class EngineAnswerError(EngineCallError):
+    """A decode engine lives, and answers with an error that is its own: another one may answer."""
 
     def __init__(
-        self,
-        reason: str,
-        detail: str,
-        *,
-        lost: bool,
-        blame: Blame = Blame.NONE,
-        answer: WholeAnswer | None = None,
-        event: bytes | None = None,
+        self, instance: str, status: int, *, answer: WholeAnswer | None = None, event: bytes | None = None
     ) -> None:
-        """`reason`: one word. `lost`: the engine is gone or silent, not only this answer.
-
-        `answer`: the engine's error answer, for the client when no other engine can answer. `event`: the same in a
-        stream.
-        """
-        super().__init__(detail)
-        self.reason = reason
-        self.lost = lost
-        self.blame = blame
+        """`answer`: for the client when no other engine can answer. `event`: the same in a stream."""
+        detail = f"answered {status}" if event is None else "failed in the stream"
+        # The request itself may be what makes it answer so. That must not take engines out.
+        super().__init__(instance, f"http-{status}", detail, status, blame=Blame.NONE)
         self.answer = answer
         self.event = event
-
-    @classmethod
-    def of_call(cls, error: EngineCallError) -> Self:
-        """The engine could not be asked, or did not end its answer."""
-        return cls(error.reason, str(error), lost=True, blame=error.blame)
 
 
 class EventStream:
@@ -123,19 +104,17 @@ class EventStream:
         """The next events; b"" at the stream's end.
 
         Raises:
-            DecodeFailedError: the engine has failed, or its connection ended early.
+            EngineCallError: the engine has failed, or its connection ended early.
         """
         while not self.ended:
             if self.failure is not None:
-                detail = f"{self._instance} failed in the stream"
-                raise DecodeFailedError("http-500", detail, lost=False, event=self.failure)
+                raise EngineAnswerError(self._instance, 500, event=self.failure)
             try:
                 chunk = await self._response.readany()
             except OSError as error:
-                raise _broken(self._instance, error) from error
+                raise failed_call(self._instance, error, begun=True) from error
             if not chunk:
-                detail = f"{self._instance} ended its stream early"
-                raise DecodeFailedError("died", detail, lost=True, blame=Blame.FAILED)
+                raise EngineCallError(self._instance, "died", "ended its stream early")
             events = self.take(chunk)
             if events:
                 return events
@@ -202,32 +181,13 @@ class EventStream:
 
 
 async def read_whole(response: EngineResponse, instance: str, record: RequestRecord) -> WholeAnswer:
-    """All of `response`. Raises DecodeFailedError."""
+    """All of `response`. Raises EngineCallError."""
     try:
         body = await response.read()
     except OSError as error:
-        raise _broken(instance, error) from error
+        raise failed_call(instance, error, begun=True) from error
     note_answer_tokens(record, body)
     return WholeAnswer(response.status, without_transfer_params(body), response.content_type)
-
-
-def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
-    """Record how many tokens were generated, if the last piece of an answer says so; and why it ended, for a trace."""
-    found = _ANSWER_TOKENS.findall(piece, max(len(piece) - _USAGE_BYTES, 0))
-    if found:
-        record.answer_tokens = int(found[-1])
-    if record.trace is not None:
-        record.finish_reasons = finish_reasons(piece) or record.finish_reasons
-
-
-def cached_tokens_of(answer: bytes) -> int | None:
-    """Tokens of the prompt that the engine reused, by the usage of a whole answer; None if it does not say."""
-    found = _CACHED_TOKENS.search(answer, max(len(answer) - _USAGE_BYTES, 0))
-    return int(found.group(1)) if found is not None else None
-
-
-def _broken(instance: str, error: OSError) -> DecodeFailedError:
-    return DecodeFailedError.of_call(failed_call(instance, error, begun=True))
 
 
 class ResponseWriter:
@@ -240,7 +200,7 @@ class ResponseWriter:
         self, http: web.Request, record: RequestRecord, metrics: Metrics, dialect: Dialect = OPENAI
     ) -> None:
         self._http = http
-        self._dialect = dialect
+        self.dialect = dialect
         self._is_awaited = True
         self._timer: asyncio.TimerHandle | None = None
         self._tick: asyncio.Task[None] | None = None
@@ -346,7 +306,7 @@ class ResponseWriter:
             self._record.broken = True
         else:
             self._record.refused_status = error.status
-        event = self._dialect.error_event(error.status, error.message, self.latest)
+        event = self.dialect.error_event(error.status, error.message, self.latest)
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 comment = self._stop_waiting()
@@ -359,6 +319,12 @@ class ResponseWriter:
                 self._http.transport.abort()
         return self._response
 
+    async def break_off(self, sentence: str, event: bytes | None = None) -> None:
+        """Write what ends a stream that no engine can continue: `event`, or an error that says `sentence`."""
+        event = event or self.dialect.error_event(502, sentence, self.latest)
+        await self.write(END_OF_EVENT + event if self.is_torn else event)
+        self._record.broken = True
+
     async def relay(self, stream: EventStream, content_type: str) -> bytes:
         """Pass a whole stream on.
 
@@ -366,7 +332,7 @@ class ResponseWriter:
             The last three pieces, or less of the first two: the reason of the end and the usage stand before the mark.
 
         Raises:
-            DecodeFailedError: the engine has failed.
+            EngineCallError: the engine has failed.
             ConnectionResetError: the client has left.
         """
         earlier = before = b""
@@ -426,8 +392,7 @@ class ResponseWriter:
         ttft_s = time.perf_counter() - self._record.began_s
         self._record.steps_s["first_byte"] = ttft_s
         self._record.waits_for = None
-        if self._record.trace is not None:
-            self._record.trace.event("first_byte")
+        self._record.trace.event("first_byte")
         # Without a route nothing was generated.
         if self._record.route_header is not None:
             self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)

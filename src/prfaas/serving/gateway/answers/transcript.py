@@ -10,7 +10,6 @@ import orjson
 from tokenizers import Tokenizer
 
 from prfaas.core.sse import SseParser
-from prfaas.serving.gateway.answers.stop_account import StopAccount
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.prompts.prompt import Endpoint
@@ -84,6 +83,48 @@ class NotPlainError(ValueError):
     """The stream holds more than one answer, or than its text."""
 
 
+class StopAccount:
+    """Stop strings of an answer that a second engine continues: what of the text may leave, and where it ends.
+
+    A stop string may have begun before the seam, where the second engine sees a prompt. So it is asked without any, and
+    the gateway looks for them as vLLM 0.32 does: as many characters as a stop string may lack are held back.
+    """
+
+    def __init__(self, stops: Sequence[str], *, includes: bool, text: str, held_chars: int) -> None:
+        """
+        Args:
+            stops: in the order in which they are looked for.
+            includes: whether the client is to have the one that ends the answer.
+            text: the end of the answer's text so far.
+            held_chars: how much of it the client has not got.
+        """
+        self._stops = stops
+        self._includes = includes
+        self._longest = max(map(len, stops))
+        self._text = text
+        self._held_chars = min(held_chars, len(text))
+        self.stop: str | None = None
+        """The string that has ended the answer."""
+
+    def take(self, piece: str, *, is_last: bool, is_looked_at: bool) -> str:
+        """What may leave now that `piece` has come, perhaps the last one.
+
+        `is_looked_at`: False while the answer has too few tokens to end.
+        """
+        text = self._text + piece
+        sent = len(self._text) - self._held_chars
+        end = len(text) if is_last or self._includes else max(len(text) - self._longest + 1, sent)
+        for stop in self._stops if is_looked_at and piece else ():
+            found = text.find(stop, max(len(text) - len(piece) - len(stop) + 1, 0))
+            if found >= 0:
+                self.stop = stop
+                end = max(found + len(stop) * self._includes, sent)
+                break
+        self._text = text[-self._longest - (len(text) - end) :]
+        self._held_chars = len(text) - end
+        return text[sent:end]
+
+
 @dataclass(slots=True)
 class StreamTranscript:
     """What the client has of a streamed answer."""
@@ -103,6 +144,8 @@ class StreamTranscript:
     """The latest usage; None: the client has none yet."""
     ended: bool = False
     """Whether the client has the mark at the stream's end."""
+    stops: StopAccount | None = None
+    """Looks for stop strings in an engine's place; None: there are none, or the engine does it."""
 
     @classmethod
     def of(cls, endpoint: Endpoint, written: bytes) -> "StreamTranscript":
@@ -117,17 +160,14 @@ class StreamTranscript:
             raise NotPlainError("no choice")
         return transcript
 
-    def rewrite(
-        self, event: Json, prompt_tokens: int, sent_tokens: int, stops: StopAccount | None, *, may_stop: bool
-    ) -> bytes:
+    def rewrite(self, event: Json, prompt_tokens: int, sent_tokens: int, *, may_stop: bool) -> bytes:
         """An event of the answer's rest in this stream's form; nothing where it only begins.
 
         Args:
             event: of the second engine.
             prompt_tokens: tokens of this request's prompt.
             sent_tokens: tokens of the answer that the second engine had as its prompt besides.
-            stops: looks for stop strings, if there are any.
-            may_stop: whether the answer has tokens enough for one.
+            may_stop: whether the answer has tokens enough for a stop string.
 
         Raises:
             NotPlainError: it is not of one answer.
@@ -143,8 +183,8 @@ class StreamTranscript:
         choice = self._continued(choice)
         if choice.get("delta") == {} and choice.get("finish_reason") is None:
             return b""
-        if stops is not None:
-            self._stopped(choice, stops, may_stop)
+        if self.stops is not None:
+            self._stopped(choice, self.stops, may_stop)
         piece = self._event(event, [choice], usage)
         self._note({**self.event, "usage": usage}, choice)
         return piece

@@ -2,34 +2,16 @@
 
 import hashlib
 import hmac
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prfaas.core.prefix import MediaItem, PromptChains
-from prfaas.core.route_header import REQUEST_ID_HEADER
-from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
-from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.prompts.fields import unusual_fields
-from prfaas.serving.gateway.prompts.prompt import (
-    Endpoint,
-    Prompt,
-    answers_of,
-    check_media_urls,
-    media_parts,
-    prompt_of,
-    samples_of,
-    why_whole,
-)
-from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
+from prfaas.serving.gateway.bodies import ApiError, Json
+from prfaas.serving.gateway.prompts.prompt import Endpoint, Prompt
+from prfaas.serving.gateway.request_log import RequestRecord
 from prfaas.serving.transport.ticket import TENANT_BYTES, TransferAttributes, TransferClass
 
-# The only client headers that an engine sees, and only in this form.
-_TRACE_HEADERS = {
-    "traceparent": re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
-    "tracestate": re.compile(r"[ -~]{1,512}"),
-}
 _TENANT_PURPOSE = b"prfaas tenant\x00"
 _CLIENT_PURPOSE = b"client\x00"
 _LINK_PURPOSE = b"prfaas tenant on a link\x00"
@@ -52,6 +34,8 @@ class ServingRequest:
     """How many are wanted of all prompts."""
     has_media: bool
     """Whether its prompt is more than text."""
+    resumes: bool
+    """Whether another engine could continue a stream of its answer: `can_resume`."""
     unusual: Json
     """The fields that not every engine takes, or that change what it makes of a conversation."""
     whole: str | None
@@ -158,100 +142,3 @@ class Tenants:
 
     def _salt(self, value: bytes) -> str:
         return hmac.digest(self._key, _TENANT_PURPOSE + value, hashlib.sha256)[:_SALT_BYTES].hex()
-
-
-class RequestParser:
-    """Turns a body into a `ServingRequest`."""
-
-    def __init__(self, context: GatewayContext) -> None:
-        self._running = context.running
-        self._model = context.running.current.model
-        self._json_threads = context.json_threads
-
-    async def parse(
-        self,
-        headers: Mapping[str, str],
-        raw: bytes,
-        endpoint: Endpoint,
-        record: RequestRecord,
-        salt: str,
-    ) -> ServingRequest:
-        """Check a body, and take out what could steer an engine.
-
-        Args:
-            headers: the client's.
-            raw: the body.
-            endpoint: that it came to.
-            record: of the request.
-            salt: the tenant's.
-
-        Raises:
-            ApiError: 4xx with one sentence for what the client got wrong.
-        """
-        body, prompt, has_media = await self._json_threads.run(len(raw), self._parse_body, raw, endpoint)
-        model = body.get("model")
-        adapter = model if isinstance(model, str) and model != self._model.served_name else ""
-        record.model = adapter or self._model.served_name
-        record.streamed = body.get("stream") is True
-        record.since("read", record.began_s)
-        record.waits_for = WaitsFor.TOKENS
-        return ServingRequest(
-            endpoint=endpoint,
-            body=body,
-            size_bytes=len(raw),
-            prompt=prompt,
-            samples=samples_of(endpoint, body),
-            answers=answers_of(endpoint, body),
-            has_media=has_media,
-            unusual=unusual_fields(body),
-            whole=why_whole(endpoint, body),
-            model=record.model,
-            adapter=adapter,
-            salt=salt if endpoint.generates else "",
-            headers=_engine_headers(headers, record),
-            record=record,
-        )
-
-    def _parse_body(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt, bool]:
-        """What is left of a body, its prompt, and whether that is more than text. Raises ApiError."""
-        body = parse_body(raw, self._running.current.gateway.limits.body_values)
-        model = body.get("model")
-        names = (self._model.served_name, *self._model.adapters)
-        # As in vLLM, no name at all means the base model. What is no name is the decode engine's to refuse.
-        if isinstance(model, str) and model and model not in names:
-            known = ", ".join(f"`{name}`" for name in names)
-            raise ApiError(404, f"The model `{model[:200]}` does not exist; there is {known}.", param="model")
-        # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
-        on_cpus = any(cluster.hardware == "cpu" for cluster in self._running.current.pd_clusters)
-        sampling = body.get("sampling_params")
-        if on_cpus and (_is_seeded(body) or (isinstance(sampling, dict) and _is_seeded(sampling))):
-            raise ApiError(
-                400,
-                "`seed` is not taken here: vLLM's CPU backend ends when it prefills a seeded prompt in more than one "
-                "step. Leave `seed` out, or set `temperature` to 0, where a seed changes nothing.",
-                param="seed",
-            )
-        media = tuple(media_parts(endpoint, body))
-        check_media_urls(media, self._running.current.gateway.media_domains)
-        prompt = prompt_of(endpoint, body, has_media=bool(media))
-        stripped = strip_owned(body)
-        if endpoint is Endpoint.RESPONSES:
-            # No later request would find what one engine stores, and vLLM never drops it.
-            stripped["store"] = False
-        return stripped, prompt, bool(media)
-
-
-def _is_seeded(body: Json) -> bool:
-    """Whether vLLM would make a random generator for the request: greedy ones need none, and −1 means no seed."""
-    return body.get("seed") not in (None, -1) and body.get("temperature") != 0
-
-
-def _engine_headers(received: Mapping[str, str], record: RequestRecord) -> dict[str, str]:
-    headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: record.request_id}
-    if record.trace_headers is not None:
-        return headers | dict(record.trace_headers)
-    for name, form in _TRACE_HEADERS.items():
-        value = received.get(name)
-        if value is not None and form.fullmatch(value):
-            headers[name] = value
-    return headers

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,13 +11,12 @@ import msgspec
 
 from prfaas.core.deployment import LocalTransfer
 from prfaas.core.kv.rank_shares import transfers_per_rank
-from prfaas.core.prefix import MediaItem
 from prfaas.core.scheduling import Decision
 from prfaas.core.units import GB
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, EngineCallError
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.ways.first_token import FirstTokenAsk
+from prfaas.serving.gateway.request_log import TransferredBytes
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import run_together
@@ -27,11 +26,9 @@ from prfaas.serving.transport.resume_points import common
 from prfaas.serving.transport.ticket import (
     CACHED_TOKENS_PARAMETER,
     KEPT_PARAMETER,
-    PLAIN,
     REMOTE_PREFILL_PARAMETER,
     TICKET_PARAMETER,
     Ticket,
-    TransferAttributes,
     part_id,
 )
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus, read_body
@@ -52,50 +49,6 @@ class TransferFailedError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class TransferredBytes:
-    """What a completed transfer moved, summed over ranks."""
-
-    total_bytes: int
-    overlapped_bytes: int
-    """Bytes that had arrived when the prefill ended."""
-    spared_bytes: int = 0
-    """By how many bytes compression made them less on the link."""
-    cached_tokens: int | None = None
-    """Tokens that the producer reused, by its own word; None: it did not say."""
-    checkpoint_bytes: int = 0
-    """What checkpoints moved beside it."""
-
-    @property
-    def overlapped_fraction(self) -> float:
-        """Share of the bytes that cost no time of their own; 1 when there was nothing to move."""
-        return self.overlapped_bytes / self.total_bytes if self.total_bytes else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class TransferSpec:
-    """`producer` sends the KV of a prompt to `consumer`."""
-
-    producer: str
-    consumer: str
-    token_ids: Sequence[int]
-    """The tokens whose KV is wanted at the consumer."""
-    skip_tokens: int
-    """Leading tokens whose attention blocks the consumer holds."""
-    kv_bytes: int
-    """What is expected to move: `Decision.kv_bytes`."""
-    media: Sequence[MediaItem] = ()
-    """In the whole prompt. With any the producer renders it from the client's body."""
-    attributes: TransferAttributes = PLAIN
-    """What its ticket is to say of it, less whose it is."""
-    sealed_from: str | None = None
-    """The sealed ticket of a prefix that the producer loads first."""
-    ask: FirstTokenAsk | None = None
-    """The prefill also samples the first token of the answer, so; None: the consumer samples it."""
-    left_s: Callable[[], float] = float
-    """Seconds until its last byte has left the producer, as predicted."""
 
 
 @dataclass(frozen=True, slots=True)

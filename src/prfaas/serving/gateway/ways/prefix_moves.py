@@ -7,15 +7,14 @@ from msgspec.structs import replace
 from prfaas.core.scheduling import CacheTransfer, Decision
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants, TokenizedPrompt
+from prfaas.serving.gateway.request_log import TransferredBytes
 from prfaas.serving.gateway.ways.kv_transfer import (
     EgressBill,
     HopFailedError,
     MovedPrefix,
     TransferDone,
-    TransferredBytes,
-    TransferSpec,
 )
-from prfaas.serving.gateway.ways.push import PrefillHop
+from prfaas.serving.gateway.ways.push import PrefillHop, TransferSpec
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.tracing import AttributeValue
 from prfaas.serving.transport.requests import CopyResult
@@ -89,15 +88,13 @@ class PrefixMoves:
             request.record.note(f"a prefix of pool {wanted.source} did not come whole: {result.reason}")
         self._note(request, result.outcome, result.copied_bytes)
         self._bill.add(wanted.source, pool.name, result.copied_bytes)
-        copied_s = request.record.since("cache_transfer", begun_s)
-        if request.record.trace is not None:
-            told: dict[str, AttributeValue] = {
-                "prfaas.kv.producer": wanted.source,
-                "prfaas.kv.consumer": pool.name,
-                "prfaas.kv.bytes": result.copied_bytes,
-                "prfaas.outcome": result.outcome,
-            }
-            request.record.trace.step("kv_copy", begun_s, copied_s, told)
+        told: dict[str, AttributeValue] = {
+            "prfaas.kv.producer": wanted.source,
+            "prfaas.kv.consumer": pool.name,
+            "prfaas.kv.bytes": result.copied_bytes,
+            "prfaas.outcome": result.outcome,
+        }
+        request.record.since("cache_transfer", begun_s, told)
         return result
 
     async def _sent(

@@ -11,8 +11,7 @@ from prfaas.core.scheduling.preemption import goes_on_at_decode
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.prompt import PROMPT_LOGPROBS, DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
-from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, FirstTokenHeldError
-from prfaas.serving.gateway.ways.first_token_rules import FirstTokenRules
+from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, FirstTokenRules
 from prfaas.serving.gateway.ways.kv_transfer import (
     INCOMPATIBLE,
     PREEMPTED,
@@ -82,7 +81,7 @@ class PrefillOrchestrator:
         if isinstance(prompt, DirectPrompt):
             return self._direct(request, prompt, decision)
         ask = None
-        if decision.transfers and self._remote.may_sample(decision):
+        if decision.transfers and self._plane.waits.may_sample(decision):
             ask = self._first_tokens.ask(request, prompt)
         return await self._prepare(request, prompt, decision, ask=ask)
 
@@ -100,7 +99,6 @@ class PrefillOrchestrator:
             self._note_rejections(request, decision.decode)
         failed = set(avoid)
         fallback: str | None = None
-        held: str | None = None
         for _ in range(_PREFILL_ATTEMPTS):
             if not decision.transfers:
                 return await self._from_pool(request, prompt, decision, fallback)
@@ -108,12 +106,7 @@ class PrefillOrchestrator:
                 return self._at_decode(request, prompt, decision, "staging", fallback)
             attempt = request.record.start(decision, num_tokens)
             try:
-                ready = await self._remote.begin(request, prompt, attempt, None if held else ask)
-            except FirstTokenHeldError as error:
-                # What is prefilled there is still cached, so the other way costs little more than the transfer.
-                held = error.reason
-                self._metrics.first_tokens.labels(held).inc()
-                request.record.fell_back(attempt, f"first-token-{held}")
+                ready = await self._remote.begin(request, prompt, attempt, ask)
             except HopFailedError as failure:
                 fallback = failure.reason
                 self._fell_back(request, fallback)
@@ -128,6 +121,14 @@ class PrefillOrchestrator:
                     break
                 decision = another
             else:
+                if isinstance(ready, EarlyRequest) and ask is not None and (held := ready.first.held(ask)):
+                    # What is prefilled there is still cached, so the other way costs little more than the transfer.
+                    self.abandon(ready, f"the first token can't be told alone: {held}")
+                    await asyncio.wait((ready.arriving,))
+                    ask = None
+                    self._metrics.first_tokens.labels(held).inc()
+                    request.record.fell_back(attempt, f"first-token-{held}")
+                    continue
                 if isinstance(ready, MovedRequest):
                     attempt.outcome = "done"
                 return replace(ready, fallback=fallback)

@@ -6,8 +6,9 @@ from typing import Any
 
 import orjson
 
-from prfaas.serving.gateway.answers.streams import cached_tokens_of
-from prfaas.serving.gateway.ways.kv_transfer import StartedTransfer, TransferFailedError, TransferredBytes
+from prfaas.serving.gateway.bodies import cached_tokens_of
+from prfaas.serving.gateway.request_log import TransferredBytes
+from prfaas.serving.gateway.ways.kv_transfer import StartedTransfer, TransferFailedError
 from prfaas.serving.gateway.ways.push import Arrival, OpenHop, PrefillHop, tell
 from prfaas.serving.transport.handover import by_nixl, is_by_nixl, ticket_of
 from prfaas.serving.transport.ticket import TICKET_PARAMETER

@@ -4,19 +4,25 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from prfaas.core.link.patience import late_after_s
+from prfaas.core.prefix import MediaItem
 from prfaas.serving.control.plane import LivePlane
-from prfaas.serving.gateway.answers.streams import cached_tokens_of
-from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, media_prefill_body, prefill_body
+from prfaas.serving.gateway.bodies import (
+    JSON_BYTES_PER_TOKEN,
+    Json,
+    cached_tokens_of,
+    media_prefill_body,
+    prefill_body,
+)
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants
-from prfaas.serving.gateway.ways.first_token import SampledTokens
+from prfaas.serving.gateway.request_log import TransferredBytes
 from prfaas.serving.gateway.ways.kv_transfer import (
     BLAMES_NOBODY,
     CONSUMER_FROZEN,
@@ -32,16 +38,11 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     StartedTransfer,
     TransferDone,
     TransferFailedError,
-    TransferredBytes,
-    TransferSpec,
     kept_part,
 )
 from prfaas.serving.tasks import BackgroundTasks, end_all
-from prfaas.serving.tracing import CANCELLED, AttributeValue
-from prfaas.serving.transport.ticket import Ticket, prompt_digest
-
-if TYPE_CHECKING:
-    from prfaas.serving.tracing.otel import OtelTrace
+from prfaas.serving.tracing import CANCELLED, AttributeValue, RequestSpans
+from prfaas.serving.transport.ticket import PLAIN, Ticket, TransferAttributes, prompt_digest
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +55,36 @@ T = TypeVar("T")
 Arrival = asyncio.Task[TransferredBytes]
 
 
+@dataclass(frozen=True, slots=True)
+class TransferSpec:
+    """`producer` sends the KV of a prompt to `consumer`."""
+
+    producer: str
+    consumer: str
+    token_ids: Sequence[int]
+    """The tokens whose KV is wanted at the consumer."""
+    skip_tokens: int
+    """Leading tokens whose attention blocks the consumer holds."""
+    kv_bytes: int
+    """What is expected to move: `Decision.kv_bytes`."""
+    media: Sequence[MediaItem] = ()
+    """In the whole prompt. With any the producer renders it from the client's body."""
+    attributes: TransferAttributes = PLAIN
+    """What its ticket is to say of it, less whose it is."""
+    sealed_from: str | None = None
+    """The sealed ticket of a prefix that the producer loads first."""
+    sampling: Json | None = None
+    """How the producer samples its one token; None: in the cheapest way, since nobody wants it."""
+    on_answer: Callable[[bytes], None] | None = None
+    """Gets the producer's answer as soon as it has come. Raises ValueError for what is none."""
+    left_s: Callable[[], float] = float
+    """Seconds until its last byte has left the producer, as predicted."""
+
+
 class HopTrace:
     """The two spans begin together, and each ends by itself."""
 
-    def __init__(self, trace: "OtelTrace", spec: TransferSpec, plane: LivePlane) -> None:
+    def __init__(self, trace: RequestSpans, spec: TransferSpec, plane: LivePlane) -> None:
         producer, consumer = (
             plane.members.instance(spec.producer).cluster,
             plane.members.instance(spec.consumer).cluster,
@@ -88,9 +115,9 @@ class HopTrace:
             },
         )
 
-    def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+    def headers(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         """For the producer, whose own spans become children of the prefill."""
-        return {**headers, "traceparent": self._prefill.traceparent}
+        return self._prefill.headers(headers)
 
     def prefilled(self, cached_tokens: int | None) -> None:
         """The producer has answered. `cached_tokens`: what it reused, by its own word."""
@@ -133,12 +160,9 @@ class OpenHop:
     body: bytes
     """The producer's request."""
     request: ServingRequest
-    spans: HopTrace | None
-    """None: the request is not traced."""
+    spans: HopTrace
     soon: "asyncio.Future[StartedTransfer] | None"
     """Gets the transfer when a request for the KV may be sent; None: nobody waits for that."""
-    first: "asyncio.Future[SampledTokens] | None"
-    """Gets the first token, where the producer samples it."""
 
 
 class PrefillHop:
@@ -198,7 +222,6 @@ class PrefillHop:
         spec: TransferSpec,
         request: ServingRequest,
         soon: "asyncio.Future[StartedTransfer] | None" = None,
-        first: "asyncio.Future[SampledTokens] | None" = None,
         *,
         keeps: bool = False,
     ) -> TransferDone:
@@ -206,7 +229,6 @@ class PrefillHop:
 
         `soon` gets the transfer some time (`transfer.decode_lead_s`) before that, perhaps before the prefill's end: a
         request for the KV may be sent then. If this fails later, the consumer prefills such a request itself.
-        `first` gets the first token, where `spec` asks for one, as soon as the producer has told it.
 
         Raises:
             HopFailedError: the prefill or the transfer failed. What has arrived is freed, or kept as `keeps` allows.
@@ -215,8 +237,7 @@ class PrefillHop:
         ticket, sealed, body = await self._json_threads.run(
             len(spec.token_ids) * JSON_BYTES_PER_TOKEN, self._sealed_request, spec, request
         )
-        trace = request.record.trace
-        spans = None if trace is None else HopTrace(trace, spec, self._plane)
+        spans = HopTrace(request.record.trace, spec, self._plane)
         hop = OpenHop(
             spec=spec,
             ticket=ticket,
@@ -225,7 +246,6 @@ class PrefillHop:
             request=request,
             spans=spans,
             soon=soon,
-            first=first,
         )
         try:
             with self._metrics.in_flight_transfers.track_inprogress():
@@ -242,9 +262,8 @@ class PrefillHop:
             finally:
                 if kept is None:
                     self.abandon(ticket, "the request was cancelled" if failure is None else str(failure))
-                if spans is not None:
-                    word = CANCELLED if failure is None else failure.reason
-                    spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
+                word = CANCELLED if failure is None else failure.reason
+                spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
             if failure is None:
                 raise
             if failure.reason == INCOMPATIBLE:
@@ -294,20 +313,16 @@ class PrefillHop:
             sealed,
             salt=request.salt,
             sealed_from=spec.sealed_from,
-            sampling=None if spec.ask is None else spec.ask.body_fields(),
+            sampling=spec.sampling,
         )
 
-    async def _prefill(
-        self, spec: TransferSpec, body: bytes, request: ServingRequest, spans: HopTrace | None
-    ) -> bytes:
+    async def _prefill(self, hop: OpenHop) -> bytes:
         """The producer's answer. Raises EngineCallError."""
-        producer = self._plane.members.instance(spec.producer)
-        headers = request.headers if spans is None else spans.headers(request.headers)
-        timeout_s = self._options.prefill_timeout_s
-        endpoint = request.endpoint if spec.media else Endpoint.COMPLETIONS
-        answer = await self._client.call(producer, endpoint.path, body, headers, timeout_s)
-        if spans is not None:
-            spans.prefilled(cached_tokens_of(answer))
+        producer = self._plane.members.instance(hop.spec.producer)
+        headers, timeout_s = hop.spans.headers(hop.request.headers), self._options.prefill_timeout_s
+        endpoint = hop.request.endpoint if hop.spec.media else Endpoint.COMPLETIONS
+        answer = await self._client.call(producer, endpoint.path, hop.body, headers, timeout_s)
+        hop.spans.prefilled(cached_tokens_of(answer))
         return answer
 
     async def _prefill_and_transfer(self, hop: OpenHop) -> TransferDone:
@@ -317,11 +332,10 @@ class PrefillHop:
         self._check_frozen(spec)
         loop, waiting = asyncio.get_running_loop(), self._wait(hop, self._options.prefill_timeout_s + late_s)
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
-        prefilling = loop.create_task(self._prefill(spec, hop.body, hop.request, hop.spans))
+        prefilling = loop.create_task(self._prefill(hop))
         arrival = loop.create_task(waiting)
         self._arriving[arrival] = spec
-        if hop.spans is not None:
-            arrival.add_done_callback(hop.spans.arrived)
+        arrival.add_done_callback(hop.spans.arrived)
         try:
             await asyncio.wait((prefilling, arrival), return_when=asyncio.FIRST_COMPLETED)
             if arrival.done():
@@ -329,8 +343,7 @@ class PrefillHop:
                 self._arrived(spec, arrival)
             answer = await prefilling
             prefill_s = clock() - start_s
-            if spec.ask is not None:
-                tell(hop.first, _only_token(spec.producer, answer))
+            _take(spec, answer)
             started = self._started(hop, answer)
             await self._wait_for_rest(hop, arrival, late_s)
             moved = self._arrived(spec, arrival)
@@ -465,9 +478,10 @@ def _check_compatible(rejection: str | None) -> None:
         raise TransferFailedError(INCOMPATIBLE, rejection)
 
 
-def _only_token(instance: str, answer: bytes) -> SampledTokens:
-    """The token in a prefill engine's answer of one. Raises EngineCallError."""
-    try:
-        return SampledTokens.of(answer)
-    except ValueError as error:
-        raise EngineCallError(instance, "garbled", str(error), blame=Blame.NONE) from None
+def _take(spec: TransferSpec, answer: bytes) -> None:
+    """Whoever waits for the producer's answer has it now. Raises EngineCallError for one that is none."""
+    if spec.on_answer is not None:
+        try:
+            spec.on_answer(answer)
+        except ValueError as error:
+            raise EngineCallError(spec.producer, "garbled", str(error), blame=Blame.NONE) from None

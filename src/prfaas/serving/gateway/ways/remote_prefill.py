@@ -11,17 +11,16 @@ from prfaas.serving.control.cluster_state import OpenPrefill
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
-from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, FirstTokenHeldError, SampledTokens
+from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, SampledTokens
 from prfaas.serving.gateway.ways.kv_transfer import (
     EgressBill,
     MovedPrefix,
     StartedTransfer,
     TransferDone,
-    TransferSpec,
 )
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.ways.pull import PulledHop
-from prfaas.serving.gateway.ways.push import PrefillHop
+from prfaas.serving.gateway.ways.push import PrefillHop, TransferSpec, tell
 from prfaas.serving.gateway.ways.ready_requests import (
     DecidedRequest,
     EarlyRequest,
@@ -52,6 +51,10 @@ class _RemotePrefill:
     first: "asyncio.Future[SampledTokens]"
     """Has the first token."""
 
+    def take_first(self, answer: bytes) -> None:
+        """The prefill engine has answered. Raises ValueError for what has no first token."""
+        tell(self.first, SampledTokens.of(answer))
+
 
 class RemotePrefills:
     """Prefills elsewhere, each until its request can go to the decode instance, or has its first token."""
@@ -78,19 +81,12 @@ class RemotePrefills:
         if transfer is not None:
             self.free(transfer.ticket, reason)
 
-    def may_sample(self, decision: Decision) -> bool:
-        """Whether the prefill may sample the first token.
-
-        A NIXL producer of some models drops the prompt's last one. Of a transfer with a token more nothing is kept.
-        """
-        return not self._reads(decision) and not self._plane.waits.checkpoint_tokens(decision)
-
     async def begin(
         self, request: ServingRequest, prompt: TokenizedPrompt, attempt: Attempt, ask: FirstTokenAsk | None
     ) -> DecidedRequest:
         """Prefill elsewhere until the KV is at the decode engine, or is expected to be there in a moment.
 
-        With `ask`, until the first token is sampled. Raises HopFailedError and FirstTokenHeldError.
+        With `ask`, until the first token is sampled. Raises HopFailedError.
         `attempt.decision` becomes the one that was carried out: another instance may be free first.
         """
         # 1. A cached prefix that is elsewhere goes to the prefill instance first.
@@ -129,8 +125,15 @@ class RemotePrefills:
                 await asyncio.wait((moving,))
                 # One that was cancelled before it began has given nothing back.
                 await held.aclose()
-        if ask is not None and running.first.done():
-            return await self._early(running, moving, ask)
+        if running.first.done():
+            return EarlyRequest(
+                decision=attempt.decision,
+                prompt=prompt,
+                prefix=prefix,
+                first=running.first.result(),
+                arriving=moving,
+                soon=running.soon,
+            )
         if moving.done():
             return moving.result()
         transfer = running.soon.result()
@@ -138,25 +141,6 @@ class RemotePrefills:
         return kind(
             decision=attempt.decision, prompt=prompt, prefix=prefix, transfer=transfer, arriving=moving
         )
-
-    async def _early(
-        self, running: _RemotePrefill, moving: "asyncio.Task[DecidedRequest]", ask: FirstTokenAsk
-    ) -> EarlyRequest:
-        """The request with its first token. Raises FirstTokenHeldError."""
-        early = EarlyRequest(
-            decision=running.attempt.decision,
-            prompt=running.prompt,
-            prefix=running.prefix,
-            first=running.first.result(),
-            arriving=moving,
-            soon=running.soon,
-        )
-        held = early.first.held(ask)
-        if held is not None:
-            self.abandon(early, f"the first token can't be told alone: {held}")
-            await asyncio.wait((moving,))
-            raise FirstTokenHeldError(held)
-        return early
 
     def _abandon_done(self, moving: "asyncio.Task[DecidedRequest]") -> None:
         if not moving.cancelled() and moving.exception() is None:
@@ -209,7 +193,6 @@ class RemotePrefills:
             _spec(running, token_ids, work, attributes),
             request,
             running.soon if has_lead else None,
-            running.first,
             keeps=keeps,
         )
         work.measured()
@@ -264,6 +247,7 @@ def _spec(
         media=running.prompt.media,
         attributes=attributes,
         sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
-        ask=running.ask,
+        sampling=None if running.ask is None else running.ask.body_fields(),
+        on_answer=None if running.ask is None else running.take_first,
         left_s=lambda: work.left_s,
     )

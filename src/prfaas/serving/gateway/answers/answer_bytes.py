@@ -1,13 +1,85 @@
-"""Token ids in an answer's stream: kept, in case another engine must go on, and not shown unless they were asked for.
+"""What is read in an engine's answer, and taken out of it, as the bytes that it came in.
 
-An engine that is asked for ids also writes events that say nothing else, and all ids of the prompt in the first one.
-A client that did not ask gets the bytes that vLLM 0.32 would have sent without.
+Usage: a client that is told no details gets none of what engines held before its request, which would tell it which
+prompts others have sent.
+
+Token ids: kept, in case another engine must go on, and not shown unless they were asked for. An engine that is asked
+for ids also writes events that say nothing else, and all ids of the prompt in the first one. A client that did not ask
+gets the bytes that vLLM 0.32 would have sent without.
 """
 
+import re
 from array import array
 
+import orjson
+
+from prfaas.serving.gateway.bodies import USAGE_BYTES
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT
 from prfaas.serving.gateway.prompts.prompt import Endpoint
+from prfaas.serving.gateway.request_log import RequestRecord
+
+# In generated text the quotes would be escaped. The usage stands at the end.
+_ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?(\d+)')
+# Fixed words: in "stop_reason" vLLM quotes the client's own stop string.
+_REASONS = rb"stop|length|tool_calls|function_call|content_filter|abort|error|repetition"
+_FINISH_REASON = re.compile(rb'"finish_reason":\s?"(' + _REASONS + rb')"')
+_STOP_REASON = re.compile(
+    rb'"stop_reason":\s?"(end_turn|max_tokens|stop_sequence|tool_use|pause_turn|refusal)"'
+)
+_MOST_REASONS = 16
+
+
+def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
+    """Record how many tokens were generated, if the last piece of an answer says so; and why it ended, for a trace."""
+    found = _ANSWER_TOKENS.findall(piece, max(len(piece) - USAGE_BYTES, 0))
+    if found:
+        record.answer_tokens = int(found[-1])
+    if record.trace.is_kept:
+        record.finish_reasons = finish_reasons(piece) or record.finish_reasons
+
+
+def finish_reasons(tail: bytes) -> list[str]:
+    """Why the answers of a request ended, from the end of what was written. In generated text quotes are escaped."""
+    found = _FINISH_REASON.findall(tail) or _STOP_REASON.findall(tail)
+    return [reason.decode("ascii") for reason in found[-_MOST_REASONS:]]
+
+
+# In generated text the quotes would be escaped. Such an object has at most one more level in it.
+_DETAILS = re.compile(rb'("(?:prompt|input)_tokens_details":\s?)(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+_MESSAGE_USAGE = re.compile(rb'("usage":\s?)(\{[^{}]*"cache_[^{}]*\})')
+_NUMBER = re.compile(rb"\d+")
+_LONGEST_BYTES = 1024
+
+
+def without_cached_tokens(answer: bytes) -> bytes:
+    """An answer, or whole events of it, as of an engine that does not count cached tokens of prompts."""
+    if b'"cache' not in answer:
+        return answer
+    return _MESSAGE_USAGE.sub(_whole_input, _DETAILS.sub(_nothing_cached, answer))
+
+
+def safe_end(event: bytes) -> int:
+    """Where an event may be cut so that no usage is, in case that it goes on."""
+    found = event.find(b'_tokens_details"', max(len(event) - 2 * _LONGEST_BYTES, 0))
+    return max((len(event) if found < 0 else found) - _LONGEST_BYTES, 0)
+
+
+def _nothing_cached(match: re.Match[bytes]) -> bytes:
+    # Responses have these numbers always.
+    return match[1] + (_NUMBER.sub(b"0", match[2]) if match[1].startswith(b'"input') else b"null")
+
+
+def _whole_input(match: re.Match[bytes]) -> bytes:
+    """Messages count cached tokens beside the others."""
+    try:
+        usage = orjson.loads(match[2])
+    except ValueError:
+        # Not an engine's: theirs has no braces in strings.
+        return match[0]
+    for name in ("cache_read_input_tokens", "cache_creation_input_tokens"):
+        usage["input_tokens"] = usage.get("input_tokens", 0) + (usage.pop(name, 0) or 0)
+    return match[1] + orjson.dumps(usage)
+
 
 # In generated text the quotes would be escaped.
 _IDS = b'"token_ids":['
