@@ -18,7 +18,7 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
 )
 from prfaas.core.deployment.planned_model import check_cluster_dtypes
-from prfaas.core.deployment.pool import PoolSpace, by_pool
+from prfaas.core.deployment.pool import PoolSpace
 from prfaas.core.deployment.schema import DeploymentFile
 from prfaas.core.deployment.security import OBSERVERS
 from prfaas.core.deployment.source import Findings
@@ -28,6 +28,7 @@ from prfaas.core.deployment.types import (
     SYNTHETIC,
     ClusterSection,
     InstanceSection,
+    by_pool,
 )
 from prfaas.core.kv import ConfigError
 from prfaas.core.yaml_source import Location, YamlSource

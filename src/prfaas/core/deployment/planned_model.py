@@ -13,11 +13,10 @@ from typing import Any
 
 from prfaas.core.deployment.model import ModelSection, default_state_dir
 from prfaas.core.deployment.planned import PlannedCluster, PlannedDeployment
-from prfaas.core.deployment.pool import by_pool
 from prfaas.core.deployment.schema import DeploymentFile
 from prfaas.core.deployment.source import Findings
 from prfaas.core.deployment.speculation import speculation_of
-from prfaas.core.deployment.types import SYNTHETIC, ClusterSection, Link
+from prfaas.core.deployment.types import SYNTHETIC, ClusterSection, Link, by_pool
 from prfaas.core.kv import (
     CacheDtypeError,
     CacheDtypes,
