@@ -196,7 +196,7 @@ def with_pool(**changes: Any) -> list[dict[str, Any]]:
     [
         (with_pool(instances=[instance("Far-Pool", "10.0.0.1", 8100, "prefill")]), '"far-pool" and "Far-Pool" are one'),
         (with_pool(instances=[instance("far-0", "Far-Pool", 8100, "prefill")]), '"Far-Pool" is also the name of "far'),
-        (with_pool(name="a..b"), '"a..b-pool", which can\'t stand in a certificate'),
+        (with_pool(name="a..b"), '"a..b-pool" can\'t stand in a certificate'),
     ],
 )  # fmt: skip
 def test_pools_have_certificates_of_their_own(

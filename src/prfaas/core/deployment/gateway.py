@@ -1,6 +1,5 @@
 """Where clients and operators connect, what they are told, and what one gateway takes on before it says 429."""
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -21,6 +20,7 @@ from prfaas.core.deployment.field_types import (
     Share,
     Size,
     Text,
+    matching,
 )
 from prfaas.core.deployment.section import EVERYTHING, GATEWAY_AGAIN, LIVE, Section
 from prfaas.core.units import GIB, MIB
@@ -128,15 +128,15 @@ def _url_on_its_machine(host: str, port: int) -> str:
     return f"http://{host_in_url(host)}:{port}"
 
 
-def _etcd_url(url: str) -> str:
-    if not re.fullmatch(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}/?", url):
-        raise ValueError(
-            f'{url!r} is no address of etcd; write "https://HOST:2379", or http:// on a safe network'
-        )
-    return url.rstrip("/")
-
-
-_Url = Annotated[str, Field(strict=True), AfterValidator(_etcd_url)]
+_EtcdUrl = Annotated[
+    str,
+    Field(strict=True),
+    matching(
+        r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}/?",
+        '{!r} is no address of etcd; write "https://HOST:2379", or http:// on a safe network',
+    ),
+    AfterValidator(lambda url: url.rstrip("/")),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class FleetConfig(Section):
 
     on_change: ClassVar = GATEWAY_AGAIN
 
-    etcd: Annotated[tuple[_Url, ...], Field(min_length=1)]
+    etcd: Annotated[tuple[_EtcdUrl, ...], Field(min_length=1)]
     """Addresses of etcd's members, `https://HOST:2379`. The first that answers is asked."""
     name: Annotated[Name | None, GIVEN] = None
     """This gateway's name, unlike any other's; left out: its machine's name and its port."""

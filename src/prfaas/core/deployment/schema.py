@@ -6,9 +6,10 @@ like.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
@@ -31,6 +32,7 @@ from prfaas.core.deployment.pool import PoolSettings
 from prfaas.core.deployment.section import Section, docs_of, fields_of
 from prfaas.core.deployment.security import Security
 from prfaas.core.deployment.types import ClusterSection, ControlConfig, InstanceSection, Link, Routing, Slo
+from prfaas.core.yaml_source import FileError, Location, YamlSource
 
 
 class _Section(BaseModel):
@@ -77,7 +79,7 @@ class ContainersSection(Section):
 
 
 class DeploymentFile(_Section):
-    """The whole file."""
+    """The whole file, and where its fields stand."""
 
     name: Name
     """Of the deployment and of its folder (key, logs)."""
@@ -111,6 +113,40 @@ class DeploymentFile(_Section):
     """The traffic to plan for."""
     prices: PricesSection = PricesSection()
     """What things cost."""
+
+    _source: YamlSource = PrivateAttr()
+
+    @classmethod
+    def read(cls, source: YamlSource, home: Path) -> "DeploymentFile":
+        """The fields, each good by itself; the deployment's folder in the state directory is `home`.
+
+        Raises:
+            ValidationError: one is unknown, or its value is wrong.
+        """
+        # A section that is left out has files in the deployment's folder, too.
+        values = {"security": {}} | source.values
+        file = cls.model_validate(values, context={"home": home, "beside": source.path.parent})
+        file._source = source
+        return file
+
+    @property
+    def source(self) -> YamlSource:
+        """The file as it was written."""
+        return self._source
+
+    def gives(self, location: Location) -> bool:
+        """Whether a field stands in the file, whatever its value."""
+        return self._source.gives(location)
+
+    def error(self, location: Location, problem: str) -> FileError:
+        """The error to raise about a field."""
+        return self._source.error(location, problem)
+
+    def require_cluster(self, location: Location, name: str) -> None:
+        """Raises DeploymentError where a field names a cluster that there is not."""
+        known = [cluster.name for cluster in self.clusters]
+        if name not in known:
+            raise self.error(location, f'there is no cluster "{name}"; the clusters are {", ".join(known)}')
 
     @property
     def gateway_cluster(self) -> str | None:

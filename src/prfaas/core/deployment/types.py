@@ -407,8 +407,7 @@ class Deployment(Section):
 
     def cache_dtypes(self, cluster: str) -> CacheDtypes:
         """What the engines of a cluster (by name) keep their caches in."""
-        own = self.cluster(cluster).kv_cache_dtype
-        return CacheDtypes(own or self.model.kv_cache_dtype, self.model.dtype)
+        return self.model.cache_dtypes(self.cluster(cluster).kv_cache_dtype)
 
     @property
     def converts_kv(self) -> bool:
