@@ -1,7 +1,7 @@
 """Where clients and operators connect, what they are told, and what one gateway takes on before it says 429."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
@@ -30,10 +30,8 @@ FirstTokenSource = Literal["decode", "prefill"]
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayLimits(Section):
+class GatewayLimits(Section, on_change=LIVE):
     """The defaults are generous: they keep a gateway alive, and do not shape ordinary load."""
-
-    on_change: ClassVar = LIVE
 
     requests: Positive = 8192
     """Answers that are wanted at a time, each prompt and sample of a request one."""
@@ -46,10 +44,8 @@ class GatewayLimits(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class AdminConfig(Section):
+class AdminConfig(Section, on_change=GATEWAY_AGAIN):
     """Where operators connect: metrics, the deployment's state, and what became of each request."""
-
-    on_change: ClassVar = GATEWAY_AGAIN
 
     host: Host = "127.0.0.1"
     """Where operators connect."""
@@ -66,10 +62,8 @@ class AdminConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class TracingConfig(Section):
+class TracingConfig(Section, on_change=EVERYTHING):
     """Where traces of requests go, and of how many requests. The gateway and the engines send theirs themselves."""
-
-    on_change: ClassVar = EVERYTHING
 
     endpoint: Annotated[Text, AfterValidator(traces_url)]
     """The collector's URL for traces over OTLP/HTTP."""
@@ -80,10 +74,8 @@ class TracingConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayConfig(Section):
+class GatewayConfig(Section, on_change=LIVE):
     """Where clients and operators connect, and what clients are told."""
-
-    on_change: ClassVar = LIVE
 
     host: Annotated[Host, GATEWAY_AGAIN] = "127.0.0.1"
     """Where clients connect."""
@@ -140,10 +132,8 @@ _EtcdUrl = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class FleetConfig(Section):
+class FleetConfig(Section, on_change=GATEWAY_AGAIN):
     """The etcd that the gateways of a deployment share; without it there is one gateway alone."""
-
-    on_change: ClassVar = GATEWAY_AGAIN
 
     etcd: Annotated[tuple[_EtcdUrl, ...], Field(min_length=1)]
     """Addresses of etcd's members, `https://HOST:2379`. The first that answers is asked."""

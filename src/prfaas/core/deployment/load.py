@@ -59,7 +59,10 @@ def read_file(
         source = changed(source, changes)
     home = Path() if state_dir is None else state_dir / str(source.values.get("name"))
     try:
-        return DeploymentFile.read(source, home)
+        # A section that is left out has files in the deployment's folder, too.
+        values = {"security": {}} | source.values
+        context = {"home": home, "beside": path.parent, "source": source}
+        return DeploymentFile.model_validate(values, context=context)
     except ValidationError as error:
         raise first_problem(source, error) from None
 

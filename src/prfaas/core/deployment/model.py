@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 from urllib.parse import quote
 
 from pydantic import AfterValidator
@@ -130,13 +130,11 @@ _Revision = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSection(Section):
+class ModelSection(Section, on_change=EVERYTHING):
     """Which model, under which name, up to which length. Exactly one of the six that name it.
 
     `published` and `config` are enough to plan with, and then the name and the length may be left out.
     """
-
-    on_change: ClassVar = EVERYTHING
 
     served_name: Annotated[Text | None, GIVEN] = None
     """What clients write in a request's `model`."""

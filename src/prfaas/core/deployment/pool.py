@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,10 +15,8 @@ EvictionName = Literal["lru", "cost"]
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSettings(Section):
+class PoolSettings(Section, on_change=POOLS_AGAIN):
     """What all pools of a deployment have in common."""
-
-    on_change: ClassVar = POOLS_AGAIN
 
     checkpoint_tokens: Annotated[int, Field(strict=True, ge=0)] = 32768
     """Distance of the linear states that are kept inside long prompts; 0: only at ends and where prompts part."""

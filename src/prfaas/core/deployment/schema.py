@@ -6,7 +6,6 @@ like.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -116,18 +115,9 @@ class DeploymentFile(_Section):
 
     _source: YamlSource = PrivateAttr()
 
-    @classmethod
-    def read(cls, source: YamlSource, home: Path) -> "DeploymentFile":
-        """The fields, each good by itself; the deployment's folder in the state directory is `home`.
-
-        Raises:
-            ValidationError: one is unknown, or its value is wrong.
-        """
-        # A section that is left out has files in the deployment's folder, too.
-        values = {"security": {}} | source.values
-        file = cls.model_validate(values, context={"home": home, "beside": source.path.parent})
-        file._source = source
-        return file
+    def model_post_init(self, context: Any) -> None:
+        """Readers of files give the source as `context["source"]`."""
+        self._source = context["source"]
 
     @property
     def source(self) -> YamlSource:

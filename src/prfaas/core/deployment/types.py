@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -69,10 +69,8 @@ SYNTHETIC = "synthetic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceSection(Section):
+class InstanceSection(Section, on_change=ANOTHER_NAME):
     """One vLLM server, as the file has it."""
-
-    on_change: ClassVar = ANOTHER_NAME
 
     name: Name
     """Unlike any other's in the file."""
@@ -158,10 +156,8 @@ def by_pool(cluster: str, instances: Sequence[_Placed]) -> dict[str, list[_Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSection(Section):
+class ClusterSection(Section, on_change=EVERYTHING):
     """Instances that share a network: `instances` to start, or an `instance_count` to plan with."""
-
-    on_change: ClassVar = EVERYTHING
 
     name: Name
     """Unlike any other's in the file."""
@@ -220,10 +216,8 @@ class Cluster(ClusterSection):
 
 
 @dataclass(frozen=True, slots=True)
-class Link(Section):
+class Link(Section, on_change=LIVE):
     """A directed path for KV between two clusters."""
-
-    on_change: ClassVar = LIVE
 
     source: Name
     """Name of the cluster that sends."""
@@ -261,10 +255,8 @@ class Link(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Routing(Section):
+class Routing(Section, on_change=LIVE):
     """When a prompt is prefilled elsewhere."""
-
-    on_change: ClassVar = LIVE
 
     policy: PolicyName = DEFAULT_POLICY
     """A policy's name, or `package.module:Class`. Whether there is one is known where it is made."""
@@ -279,10 +271,8 @@ class Routing(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class ControlConfig(Section):
+class ControlConfig(Section, on_change=LIVE):
     """How fast the scheduler's slow side moves."""
-
-    on_change: ClassVar = LIVE
 
     threshold_period_s: Seconds = 30.0
     """How often the threshold is optimised anew."""
@@ -304,10 +294,8 @@ class ControlConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Slo(Section):
+class Slo(Section, on_change=GATEWAY_AGAIN):
     """What users should see."""
-
-    on_change: ClassVar = GATEWAY_AGAIN
 
     ttft_s: Seconds | None = None
     """Time to first token, at most."""
@@ -329,10 +317,8 @@ _Named = TypeVar("_Named", Instance, Cluster, PoolNode)
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment(Section):
+class Deployment(Section, on_change=EVERYTHING):
     """Everything a deployment file says, checked."""
-
-    on_change: ClassVar = EVERYTHING
 
     name: str
     path: Annotated[Path, OnChange(GATEWAY_AGAIN.needs, "the file's place")]
