@@ -91,6 +91,11 @@ def engine_share_bits_per_s(deployment: Deployment, link: Link) -> float:
     return link.bandwidth_bits_per_s / max(len(senders.with_role("prefill")), 1)
 
 
+def _pool_share_bits_per_s(deployment: Deployment, link: Link) -> float:
+    pools = by_pool(link.source, deployment.cluster(link.source).instances)
+    return _STANDING_PART_OF_POOLS * link.bandwidth_bits_per_s / len(pools)
+
+
 def _all_like(deployment: Deployment, member: _Member) -> Sequence[_Member]:
     if isinstance(member, PoolNode):
         return deployment.pools
@@ -99,38 +104,32 @@ def _all_like(deployment: Deployment, member: _Member) -> Sequence[_Member]:
 
 def _path(deployment: Deployment, sender: _Member, receiver: _Member) -> KvPath | None:
     """How KV gets from one to the other; None: it may not."""
-    link = deployment.link(sender.cluster, receiver.cluster)
-    on_demand, connections, share = True, _INTRA_CLUSTER_CONNECTIONS, 0.0
-    if isinstance(sender, PoolNode):
-        may_send = link is None or joins_pools(deployment, link)
-        if link is not None:
-            senders = by_pool(link.source, deployment.cluster(link.source).instances)
-            share = _STANDING_PART_OF_POOLS * link.bandwidth_bits_per_s / len(senders)
-    else:
-        may_send = link is not None or deployment.can_decode(receiver)
-        on_demand = not (sender.has_role("prefill") and receiver.has_role("decode"))
-        if sender.is_stand_in:
-            connections = _SYNTHETIC_CONNECTIONS
-        if link is not None:
-            share = engine_share_bits_per_s(deployment, link)
-    if sender.name == receiver.name or not may_send:
+    if sender.name == receiver.name:
         return None
-    if link is not None:
+    on_demand = isinstance(sender, PoolNode) or not (
+        sender.has_role("prefill") and receiver.has_role("decode")
+    )
+    if sender.cluster == receiver.cluster:
+        if isinstance(receiver, Instance) and not deployment.can_decode(receiver):
+            return None
+        is_stand_in = isinstance(sender, Instance) and sender.is_stand_in
         return KvPath(
-            link=link.name,
-            connections=link.connections,
-            bandwidth_bits_per_s=link.bandwidth_bits_per_s,
-            share_bits_per_s=share,
+            link=receiver.cluster,
+            connections=_SYNTHETIC_CONNECTIONS if is_stand_in else _INTRA_CLUSTER_CONNECTIONS,
+            bandwidth_bits_per_s=None,
             on_demand=on_demand,
-            encrypted=link.encryption,
-            compressed=link.compression,
+            encrypted=deployment.security.encrypt_inside,
         )
-    if sender.cluster != receiver.cluster:
+    link = deployment.link(sender.cluster, receiver.cluster)
+    if link is None or (isinstance(sender, PoolNode) and not joins_pools(deployment, link)):
         return None
+    of_one = _pool_share_bits_per_s if isinstance(sender, PoolNode) else engine_share_bits_per_s
     return KvPath(
-        link=receiver.cluster,
-        connections=connections,
-        bandwidth_bits_per_s=None,
+        link=link.name,
+        connections=link.connections,
+        bandwidth_bits_per_s=link.bandwidth_bits_per_s,
+        share_bits_per_s=of_one(deployment, link),
         on_demand=on_demand,
-        encrypted=deployment.security.encrypt_inside,
+        encrypted=link.encryption,
+        compressed=link.compression,
     )
