@@ -2,6 +2,7 @@
 
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,12 @@ def test_who_may_send_to_whom(tmp_path: Path) -> None:
         "home-0",
     ]
     assert sources_of(deployment, deployment.instance("east-0")) == ()
+    # Nothing decodes in the PrfaaS cluster, so its instances send each other nothing.
+    east, home = deployment.clusters
+    twins = (*east.instances, replace(east.instances[0], name="east-1"))
+    larger = replace(deployment, clusters=(replace(east, instances=twins), home))
+    names = {peer.member.name for peer in peers_of(larger, larger.instance("east-0"))}
+    assert names == {"home-0", "home-1"}
 
 
 def test_the_example_is_good_and_on_one_machine() -> None:

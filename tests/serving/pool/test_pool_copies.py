@@ -663,6 +663,14 @@ def test_who_is_whose_peer(tmp_path: Path) -> None:
     assert not any(map(deployment_of(tmp_path).needs_certificate, (far.name, first.name, second.name)))
 
 
+def test_who_is_sent_pages_may_come_to_ask_for_them(tmp_path: Path) -> None:
+    deployment = deployment_of(tmp_path)
+    one_way = replace(deployment, links=tuple(each for each in deployment.links if each.source == "home"))
+    far, first, _ = one_way.pools
+    assert "far-pool" in plain_peers_of(one_way, first) and first.name in plain_peers_of(one_way, far)
+    assert "far-pool" not in {way.member.name for way in sources_of(one_way, first)}
+
+
 @given(
     sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=12),
     data=st.data(),
