@@ -70,6 +70,9 @@ def commands() -> Iterator[str]:
         "bandwidth internal-1t --gpus 32 --lognormal 9.9,1,19400,131072",
         f"bandwidth internal-1t --gpus 32 --trace {TRACE}",
     )
+    yield "schema"
+    for kind in ("systemd", "compose", "kubernetes"):
+        yield f"emit {kind} examples/two-datacenters.yaml --out OUT"
     yield from ("--help", *(f"{name} --help" for name in WITH_HELP))
     for example in EXAMPLES:
         yield f"plan examples/{example}.yaml"

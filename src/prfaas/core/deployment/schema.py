@@ -78,7 +78,7 @@ class ContainersSection(Section):
 
 
 class DeploymentFile(_Section):
-    """The whole file, and where its fields stand."""
+    """The whole file."""
 
     name: Name
     """Of the deployment and of its folder (key, logs)."""
