@@ -40,6 +40,7 @@ from burst_report import (
     threshold_verdicts,
 )
 from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.deployment.peers import engine_share_bits_per_s
 from prfaas.core.planner import best_operation
 from prfaas.core.units import format_s
 from prfaas.core.workload import RequestTrace, TracedRequest, read_requests
@@ -127,7 +128,7 @@ async def set_link(
 ) -> None:
     """Gives every sender of a link its share of a part of the link's bandwidth, or all that it is told it may use."""
     link = next(each for each in deployment.links if each.name == link_name)
-    most = link.bandwidth_bits_per_s if factor == 1 else deployment.share_bits_per_s(link) * factor
+    most = link.bandwidth_bits_per_s if factor == 1 else engine_share_bits_per_s(deployment, link) * factor
     body = {"link": link.name, "bits_per_s": most}
     for instance in deployment.cluster(link.source).instances:
         async with session.post(f"{instance.url}/synthetic/link", json=body) as response:

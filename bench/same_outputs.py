@@ -36,12 +36,13 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from prfaas.cli.study_folder import study_names
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 OUT = "OUT"
 EXAMPLES = ("dense", "local", "local-wide", "multi", "paper", "synthetic")
 TRACE = "examples/traces/mooncake_burst.jsonl.gz"
 POLICIES = "paper,tilted,static_threshold"
-STUDIES = ("scale", "shift", "hit-rate", "equal-cost", "burst", "bandwidth", "ablation")
 WITH_HELP = ("bandwidth", "engine", "explain", "models", "plan", "profile", "replay", "reproduce", "simulate")
 TIMEOUT_S = 600.0
 SHOWN_CHARS = 90
@@ -69,6 +70,9 @@ def commands() -> Iterator[str]:
         "bandwidth internal-1t --gpus 32 --lognormal 9.9,1,19400,131072",
         f"bandwidth internal-1t --gpus 32 --trace {TRACE}",
     )
+    yield "schema"
+    for kind in ("systemd", "compose", "kubernetes"):
+        yield f"emit {kind} examples/two-datacenters.yaml --out OUT"
     yield from ("--help", *(f"{name} --help" for name in WITH_HELP))
     for example in EXAMPLES:
         yield f"plan examples/{example}.yaml"
@@ -95,7 +99,9 @@ def commands() -> Iterator[str]:
     yield "simulate examples/multi.yaml --requests 2000"
     yield "simulate examples/multi.yaml --requests 2000 --bursts --compare tilted,round_robin --json"
     yield "simulate examples/dense.yaml --duration 300 --caches --json"
-    for study in STUDIES:
+    yield "study none"
+    # All there are; one that the other commit lacks is a difference.
+    for study in study_names():
         yield f"study {study} --quick --jobs 1 --out OUT --json"
 
 

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from prfaas.core.deployment import CONTROL, Deployment, load_deployment
+from prfaas.core.deployment.peers import peers_of
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
@@ -181,16 +182,16 @@ class Site:
     def _sender(self, name: str) -> Sender:
         instance = self.deployment.instance(name)
         peers = {
-            f"{peer.instance.name}/0": Peer(
-                f"{peer.instance.name}/0",
-                peer.instance.host,
-                peer.instance.kv_port,
+            f"{peer.member.name}/0": Peer(
+                f"{peer.member.name}/0",
+                peer.member.host,
+                peer.member.kv_port,
                 peer.path.link,
                 peer.path.connections,
                 peer.path.bandwidth_bits_per_s,
                 share_bits_per_s=peer.path.share_bits_per_s,
             )
-            for peer in self.deployment.peers_of(instance)
+            for peer in peers_of(self.deployment, instance)
         }
         sender = Sender(
             name=f"{name}/0", key=KEY, peers=peers, fingerprint=FINGERPRINT, options=SenderOptions()

@@ -10,7 +10,7 @@ from typing import Literal
 from prfaas.cli.common import CliError
 from prfaas.core.deployment.addresses import checked_host, is_loopback, plain_host
 from prfaas.core.deployment.field_types import NAME_PATTERN
-from prfaas.core.deployment.model import ModelSource, is_hub_name, made_model, made_model_names
+from prfaas.core.deployment.model import HUB_NAME, ModelSource, made_model, made_model_names
 from prfaas.core.units import parse_bits_per_s
 from prfaas.tools.emit.template import rendered, yaml_scalar
 
@@ -191,7 +191,7 @@ def _check_model(model: str) -> None:
     """
     source = drafted_source(model)
     if source is not None:
-        if source.kind == "hub" and not is_hub_name(source.name):
+        if source.kind == "hub" and not re.fullmatch(HUB_NAME, source.name):
             raise CliError(f'--model "{model}" is no name of the hub; write hub:ORG/NAME')
         if source.kind != "hub" and made_model(source.name) != source:
             known = ", ".join(str(made_model(name)).replace(" ", "") for name in made_model_names())

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prfaas.core.deployment import Deployment, Instance, PoolNode
+from prfaas.core.deployment import Deployment, Instance, PoolNode, TransferLimits
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
@@ -19,7 +19,7 @@ class KvPorts:
     """Of the deployment, 32 bytes."""
     tls: TlsIdentity | None = None
     """Its identity, for engines and pools with TLS."""
-    silence_s: float = 3.0
+    silence_s: float = TransferLimits().silence_s
     clock: Callable[[], float] = time.monotonic
 
     def of_rank(self, instance: Instance, rank: int) -> Observer:

@@ -12,6 +12,7 @@ import aiohttp
 
 from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.core.deployment.addresses import is_loopback
+from prfaas.core.deployment.peers import sources_of
 from prfaas.core.deployment.speculation import kept_model
 from prfaas.core.kv import CacheDtypeError, ConfigError, DrafterError, UnknownModelError
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
@@ -259,11 +260,10 @@ def judge_rejections(name: str, stats: Mapping[str, Any]) -> list[Finding]:
 
 def _expected_connections(deployment: Deployment, instance: Instance) -> dict[str, int]:
     return {
-        producer.name: peer.path.connections
-        for producer in deployment.producers_for(instance)
-        for peer in deployment.peers_of(producer)
+        source.member.name: source.path.connections
+        for source in sources_of(deployment, instance)
         # On-demand connections come with the first transfer.
-        if peer.instance.name == instance.name and not peer.path.on_demand
+        if not source.path.on_demand
     }
 
 

@@ -1,6 +1,7 @@
 """Checks that engines which exchange KVCache can divide its heads among their ranks."""
 
 from prfaas.core.deployment import Deployment
+from prfaas.core.deployment.peers import peers_of
 from prfaas.tools.finding import Finding, problem
 
 
@@ -8,10 +9,10 @@ def check_ranks(deployment: Deployment) -> list[Finding]:
     """Engines that can't send each other anything, by the file alone; nothing where one size divides the other."""
     unlike = list(
         dict.fromkeys(
-            tuple(sorted((instance, peer.instance), key=lambda each: each.name))
+            tuple(sorted((instance, peer.member), key=lambda each: each.name))
             for instance in deployment.instances
-            for peer in deployment.peers_of(instance)
-            if not instance.rank_grid.paired(0, peer.instance.rank_grid)
+            for peer in peers_of(deployment, instance)
+            if not instance.rank_grid.paired(0, peer.member.rank_grid)
         )
     )
     if not unlike:

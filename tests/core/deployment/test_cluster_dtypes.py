@@ -16,7 +16,7 @@ from prfaas.core.deployment import (
     load_deployment,
     load_planned,
 )
-from prfaas.core.deployment.pool_peers import pool_peers, pool_sources
+from prfaas.core.deployment.peers import peers_of, sources_of
 from prfaas.core.kv import CacheDtypes, are_convertible
 from prfaas.core.planner import make_plan, problem_of
 from prfaas.lab.simulator import scenario_of
@@ -202,8 +202,8 @@ def test_pools_exchange_pages_in_one_dtype_only(tmp_path: Path, home: str, excha
     deployment = load_deployment(path)
     east, h0, h1 = deployment.pools
     there = ["home-pool-0", "home-pool-1"] if exchange else []
-    assert [peer.pool.name for peer in pool_peers(deployment, east)] == there
-    assert [peer.pool.name for peer in pool_sources(deployment, h0)] == [*["east-pool"][:exchange], h1.name]
+    assert [peer.member.name for peer in peers_of(deployment, east)] == there
+    assert [peer.member.name for peer in sources_of(deployment, h0)] == [*["east-pool"][:exchange], h1.name]
     live = view_of(deployment, kv_model_of(deployment), prefill_curves(deployment), 0.0)
     world = World(scenario_of(load_planned(path)), np.random.default_rng(1), 64)
     assert [view.links["east", "home"].joins_pools for view in (live, world.view)] == [exchange] * 2

@@ -2,6 +2,7 @@
 
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.deployment import Deployment, DeploymentError, ModelSource, load_deployment
 from prfaas.core.deployment.addresses import local_endpoint
+from prfaas.core.deployment.peers import KvPeer, peers_of, sources_of
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 
@@ -90,22 +92,31 @@ def test_who_may_send_to_whom(tmp_path: Path) -> None:
 
     def peers(name: str) -> list[tuple[str, str, float | None]]:
         return [
-            (peer.instance.name, peer.path.link, peer.path.bandwidth_bits_per_s)
-            for peer in deployment.peers_of(deployment.instance(name))
+            (peer.member.name, peer.path.link, peer.path.bandwidth_bits_per_s)
+            for peer in peers_of(deployment, deployment.instance(name))
         ]
 
     assert peers("east-0") == [("home-0", "east->home", 10e9), ("home-1", "east->home", 10e9)]
     assert peers("home-0") == [("home-1", "home", None)]
     # Roles change: whoever decodes at the start may prefill later, but isn't connected before.
     assert peers("home-1") == [("home-0", "home", None)]
-    on_demand = [peer.path.on_demand for peer in deployment.peers_of(deployment.instance("home-1"))]
+    on_demand = [peer.path.on_demand for peer in peers_of(deployment, deployment.instance("home-1"))]
     assert on_demand == [True]
-    assert not any(peer.path.on_demand for peer in deployment.peers_of(deployment.instance("east-0")))
+    assert not any(peer.path.on_demand for peer in peers_of(deployment, deployment.instance("east-0")))
     for instance in deployment.instances:
-        for peer in deployment.peers_of(instance):
-            assert instance in deployment.producers_for(peer.instance)
-    assert [i.name for i in deployment.producers_for(deployment.instance("home-1"))] == ["east-0", "home-0"]
-    assert deployment.producers_for(deployment.instance("east-0")) == ()
+        for peer in peers_of(deployment, instance):
+            assert KvPeer(instance, peer.path) in sources_of(deployment, peer.member)
+    assert [source.member.name for source in sources_of(deployment, deployment.instance("home-1"))] == [
+        "east-0",
+        "home-0",
+    ]
+    assert sources_of(deployment, deployment.instance("east-0")) == ()
+    # Nothing decodes in the PrfaaS cluster, so its instances send each other nothing.
+    east, home = deployment.clusters
+    twins = (*east.instances, replace(east.instances[0], name="east-1"))
+    larger = replace(deployment, clusters=(replace(east, instances=twins), home))
+    names = {peer.member.name for peer in peers_of(larger, larger.instance("east-0"))}
+    assert names == {"home-0", "home-1"}
 
 
 def test_the_example_is_good_and_on_one_machine() -> None:
@@ -528,12 +539,15 @@ def test_a_changed_line_gives_no_other_error(
 def test_a_way_back_is_for_prefixes(tmp_path: Path) -> None:
     back = "  - {source: home, target: east, bandwidth: 1 Gbit/s}\nrouting:"
     deployment = load(tmp_path, replaced("routing:", back))
-    peers = deployment.peers_of(deployment.instance("home-0"))
-    assert [(peer.instance.name, peer.path.link, peer.path.on_demand) for peer in peers] == [
+    peers = peers_of(deployment, deployment.instance("home-0"))
+    assert [(peer.member.name, peer.path.link, peer.path.on_demand) for peer in peers] == [
         ("east-0", "home->east", True),
         ("home-1", "home", False),
     ]
-    assert [i.name for i in deployment.producers_for(deployment.instance("east-0"))] == ["home-0", "home-1"]
+    assert [source.member.name for source in sources_of(deployment, deployment.instance("east-0"))] == [
+        "home-0",
+        "home-1",
+    ]
 
 
 def test_where_events_are_published(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from prfaas.core.deployment import CONTROL, GATEWAY, TOOLS, Deployment, DeploymentError, load_deployment
+from prfaas.core.deployment.peers import peers_of, plain_peers_of, sources_of
 
 
 def instance(name: str, host: str, port: int, role: str) -> dict[str, Any]:
@@ -61,9 +62,9 @@ def tls_of(deployment: Deployment) -> set[str]:
 
 def encrypted_ways(deployment: Deployment) -> set[tuple[str, str]]:
     return {
-        (each.name, peer.instance.name)
+        (each.name, peer.member.name)
         for each in deployment.instances
-        for peer in deployment.peers_of(each)
+        for peer in peers_of(deployment, each)
         if peer.path.encrypted
     }
 
@@ -132,7 +133,7 @@ def test_who_may_connect_without_encryption(tmp_path: Path) -> None:
     deployment = load(tmp_path, gateway={"cluster": "home"})
 
     def plain(name: str) -> set[str]:
-        return set(deployment.plain_peers_of(deployment.instance(name)))
+        return set(plain_peers_of(deployment, deployment.instance(name)))
 
     asking = {GATEWAY, CONTROL, TOOLS}
     assert plain("far-0") == set()
@@ -141,9 +142,9 @@ def test_who_may_connect_without_encryption(tmp_path: Path) -> None:
     inside = load(tmp_path, security={"encrypt_inside": True})
     for made in (deployment, inside):
         for each in made.instances:
-            for producer in made.producers_for(each):
-                (peer,) = [peer for peer in made.peers_of(producer) if peer.instance == each]
-                assert (producer.name in made.plain_peers_of(each)) == (not peer.path.encrypted)
+            for source in sources_of(made, each):
+                (peer,) = [peer for peer in peers_of(made, source.member) if peer.member == each]
+                assert (source.member.name in plain_peers_of(made, each)) == (not peer.path.encrypted)
 
 
 def at_host(host: str) -> list[dict[str, Any]]:
@@ -195,7 +196,7 @@ def with_pool(**changes: Any) -> list[dict[str, Any]]:
     [
         (with_pool(instances=[instance("Far-Pool", "10.0.0.1", 8100, "prefill")]), '"far-pool" and "Far-Pool" are one'),
         (with_pool(instances=[instance("far-0", "Far-Pool", 8100, "prefill")]), '"Far-Pool" is also the name of "far'),
-        (with_pool(name="a..b"), '"a..b-pool", which can\'t stand in a certificate'),
+        (with_pool(name="a..b"), '"a..b-pool" can\'t stand in a certificate'),
     ],
 )  # fmt: skip
 def test_pools_have_certificates_of_their_own(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import Deployment, DeploymentError, load_deployment
+from prfaas.core.deployment.peers import plain_peers_of
 from prfaas.tools.emit.openings import openings_of
 from prfaas.tools.security_facts import check_encryption
 
@@ -82,7 +83,7 @@ def test_pools_and_encryption_inside_of_clusters_go_with_it(tmp_path: Path) -> N
     _, near, decode = deployment.instances
     assert deployment.pulls(near, decode)
     # What NIXL does not move is encrypted, and doctor says which is which.
-    assert near.name not in deployment.plain_peers_of(decode)
+    assert near.name not in plain_peers_of(deployment, decode)
     (found,) = check_encryption(deployment)
     assert found.level == "ok" and "inside of home is as safe as its backend" in found.text
     assert not check_encryption(loaded(tmp_path, pool=pool))

@@ -20,10 +20,10 @@ from prfaas.core.deployment import (
 )
 from prfaas.core.deployment.examples import example_path
 from prfaas.core.deployment.model import (
+    HUB_NAME,
+    REVISION,
     TINY_MODELS,
     TRAINED_MODELS,
-    is_hub_name,
-    is_revision,
     made_model,
     made_model_names,
     trained_folder,
@@ -138,7 +138,7 @@ def test_names_of_made_models_are_of_one_kind_each() -> None:
 
 @given(st.text(max_size=30), st.text(max_size=30) | st.none())
 def test_no_name_leads_out_of_the_deployment_s_folder(name: str, revision: str | None) -> None:
-    if not is_hub_name(name) or (revision is not None and not is_revision(revision)):
+    if not re.fullmatch(HUB_NAME, name) or (revision is not None and not re.fullmatch(REVISION, revision)):
         return
     link = ModelSource("hub", name, revision).directory(Path("/state"), "east")
     assert link.parent == Path("/state/east/hub") and Path(os.path.normpath(link)) == link
@@ -146,11 +146,11 @@ def test_no_name_leads_out_of_the_deployment_s_folder(name: str, revision: str |
 
 @pytest.mark.parametrize("name", ["org/name", "HuggingFaceTB/SmolLM2-135M", "a/b", "o_1/x.y"])
 def test_names_of_the_hub(name: str) -> None:
-    assert is_hub_name(name)
+    assert re.fullmatch(HUB_NAME, name)
 
 
 @pytest.mark.parametrize(
     "name", ["", "org", "org/", "/x", "a/b/c", "../x", "a/..", "a/b--c", "a b/c", "-a/b", "a/b."]
 )
 def test_what_is_no_name_of_the_hub(name: str) -> None:
-    assert not is_hub_name(name)
+    assert not re.fullmatch(HUB_NAME, name)

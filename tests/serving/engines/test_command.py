@@ -9,6 +9,7 @@ import pytest
 from opentelemetry.util.re import parse_env_headers
 
 from prfaas.core.deployment import Deployment, PoolSpace, TracingConfig, load_deployment
+from prfaas.core.deployment.peers import peers_of, plain_peers_of
 from prfaas.core.kv import ConfigError
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines import EngineError
@@ -177,8 +178,8 @@ def test_the_connector_understands_what_it_is_told(tmp_path: Path) -> None:
     for instance in deployment.instances:
         settings = ConnectorSettings.parse(extra(command(deployment, instance.name)))
         assert settings.name == instance.name
-        assert set(settings.peers) == {peer.instance.name for peer in deployment.peers_of(instance)}
-        assert settings.plain_peers == deployment.plain_peers_of(instance)
+        assert set(settings.peers) == {peer.member.name for peer in peers_of(deployment, instance)}
+        assert settings.plain_peers == plain_peers_of(deployment, instance)
         assert settings.identity_file == deployment.security.identity_file(instance.name)
         with pytest.raises(TlsFileError, match="cannot be read"):
             assert settings.tls

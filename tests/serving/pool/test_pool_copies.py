@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.ports import free_ports
 
 from prfaas.core.deployment import GATEWAY, Deployment, load_deployment
-from prfaas.core.deployment.pool_peers import plain_pool_peers, pool_peers, pool_sources
+from prfaas.core.deployment.peers import peers_of, plain_peers_of, sources_of
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
@@ -651,16 +651,24 @@ def test_pages_of_another_size_than_staging_are_refused(tmp_path: Path) -> None:
 def test_who_is_whose_peer(tmp_path: Path) -> None:
     deployment = deployment_of(tmp_path, encryption=True)
     far, first, second = deployment.pools
-    assert [(way.pool.name, way.path.link, way.path.encrypted) for way in pool_peers(deployment, first)] == [
+    assert [(way.member.name, way.path.link, way.path.encrypted) for way in peers_of(deployment, first)] == [
         ("far-pool", "home->far", True),
         ("home-pool-1", "home", False),
     ]
-    assert [way.path.share_bits_per_s for way in pool_peers(deployment, first)] == [0.4e9, None]
-    assert [way.pool.name for way in pool_sources(deployment, far)] == ["home-pool-0", "home-pool-1"]
-    assert plain_pool_peers(deployment, first) >= {"home-pool-1", GATEWAY}
-    assert "far-pool" not in plain_pool_peers(deployment, first)
+    assert [way.path.share_bits_per_s for way in peers_of(deployment, first)] == [0.4e9, None]
+    assert [way.member.name for way in sources_of(deployment, far)] == ["home-pool-0", "home-pool-1"]
+    assert plain_peers_of(deployment, first) >= {"home-pool-1", GATEWAY}
+    assert "far-pool" not in plain_peers_of(deployment, first)
     assert all(deployment.needs_certificate(pool.name) for pool in deployment.pools)
     assert not any(map(deployment_of(tmp_path).needs_certificate, (far.name, first.name, second.name)))
+
+
+def test_who_is_sent_pages_may_come_to_ask_for_them(tmp_path: Path) -> None:
+    deployment = deployment_of(tmp_path)
+    one_way = replace(deployment, links=tuple(each for each in deployment.links if each.source == "home"))
+    far, first, _ = one_way.pools
+    assert "far-pool" in plain_peers_of(one_way, first) and first.name in plain_peers_of(one_way, far)
+    assert "far-pool" not in {way.member.name for way in sources_of(one_way, first)}
 
 
 @given(

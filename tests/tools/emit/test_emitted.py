@@ -15,6 +15,7 @@ from tests.tools.emit.random_files import blueprint_of, deployment_fields
 
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.deployment.examples import example_path
+from prfaas.core.deployment.peers import peers_of
 from prfaas.tools.emit.blueprint import Blueprint, EmittedFile, read_blueprint
 from prfaas.tools.emit.compose import compose_files
 from prfaas.tools.emit.kubernetes import kubernetes_files
@@ -123,9 +124,9 @@ def test_every_port_is_open_to_those_that_use_it(fields: Fields) -> None:
         ports = {instance.http_port, *instance.kv_ports}
         for port in ports:
             assert takes(instance.name, port, "gateway"), (instance.name, port)
-        for peer in deployment.peers_of(instance):
-            for port in peer.instance.kv_ports:
-                assert takes(peer.instance.name, port, instance.name), (instance.name, peer.instance.name)
+        for peer in peers_of(deployment, instance):
+            for port in peer.member.kv_ports:
+                assert takes(peer.member.name, port, instance.name), (instance.name, peer.member.name)
     for pool in deployment.pools:
         assert takes(pool.name, pool.kv_port, "gateway"), pool.name
         for other in deployment.pools:

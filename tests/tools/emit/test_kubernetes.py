@@ -321,7 +321,7 @@ def wrong_files() -> Iterator[tuple[str, Fields, str]]:
     long["clusters"][0]["instances"][0]["name"] = "e" * 53
     yield "a long name", long, "up to 52 characters"
     nowhere = example(containers={"networks": {"west": ["10.0.0.0/8"]}})
-    yield "a network of no cluster", nowhere, "there is no such cluster"
+    yield "a network of no cluster", nowhere, 'there is no cluster "west"'
     wrong = example(containers={"networks": {"east": ["10.0.0.1/8"]}})
     yield "no block of addresses", wrong, "is no block of addresses"
 

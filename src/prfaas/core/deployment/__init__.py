@@ -1,4 +1,15 @@
-"""The one YAML file a user writes, read into frozen typed objects."""
+"""The one YAML file a user writes, read into frozen typed objects.
+
+Each section is a class whose fields say their defaults, bounds and meanings. Where to look first:
+
+- `model`: model.py; `clusters`, `links`, `routing`, `control` (periods, what counts as silent) and `slo`: types.py;
+- `gateway` (limits, timeouts of answers, admin, tracing) and `fleet`: gateway.py; `security`: security.py;
+- `engine` and `transfer` (timeouts and heartbeats of KV transfers): engine.py; `pool`: pool.py;
+- `workload`: planned.py; `prices`, `containers` and the file as a whole: schema.py.
+
+`load.py` reads a file, `checks.py` has the rules between sections, `difference.py` compares two files, and `peers.py`
+says who sends KVCache to whom.
+"""
 
 from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback
 from prfaas.core.deployment.difference import AppliedDeployment, DeploymentDifference, difference

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -37,10 +37,8 @@ def mixed_chunk_tokens(step_tokens: int, seats: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig(Section):
+class EngineConfig(Section, on_change=ENGINES_AGAIN):
     """How every vLLM server is started."""
-
-    on_change: ClassVar = ENGINES_AGAIN
 
     max_num_batched_tokens: Positive = 2048
     """Tokens of one prefill chunk."""
@@ -72,10 +70,8 @@ class EngineConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class TransferLimits(Section):
+class TransferLimits(Section, on_change=ENGINES_AGAIN):
     """How long each step of a KV transfer may take before the request goes on without it; and its check."""
-
-    on_change: ClassVar = ENGINES_AGAIN
 
     lease_s: Seconds = 60.0
     """A finished prefill keeps its blocks so long for a transfer that is not acknowledged."""

@@ -29,17 +29,19 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 LABEL_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 
-def _env_name(name: str) -> str:
-    if not name or "=" in name or "\0" in name:
-        raise ValueError(f"{name!r} is no name of an environment variable")
-    return name
+def matching(pattern: str, problem: str) -> AfterValidator:
+    """A text that a regular expression matches as a whole; else the problem is said, with the text for its braces."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(problem.format(text))
+        return text
+
+    return AfterValidator(check)
 
 
-def _without_nul(text: str) -> str:
-    # A process can't be started with one.
-    if "\0" in text:
-        raise ValueError("must not have a NUL character")
-    return text
+# A process can't be started with one.
+_WITHOUT_NUL = matching(r"[^\0]*", "must not have a NUL character")
 
 
 def _given(problem: str) -> BeforeValidator:
@@ -92,25 +94,11 @@ def _bandwidth(value: object) -> float:
     return rate
 
 
-def _host_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
-        raise ValueError(f'{name!r} is no host name; write it without "http://" and without a port')
-    return name.lower()
-
-
 def _cidr(text: str) -> str:
     try:
         return str(ipaddress.ip_network(text))
     except ValueError:
         raise ValueError(f'"{text}" is no block of addresses; write it like "10.0.1.0/24"') from None
-
-
-def _policy_name(name: str) -> str:
-    if not re.fullmatch(r"[\w.-]+(:[A-Za-z_][\w.]*)?", name):
-        raise ValueError(
-            f'"{name}" is no policy; write a name, for example "tilted", or package.module:Class'
-        )
-    return name
 
 
 def _setting(value: object) -> float | str:
@@ -208,7 +196,12 @@ _AMOUNT = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
 
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(strict=True, pattern=NAME_PATTERN)]
-HostName = Annotated[str, Field(strict=True), AfterValidator(_host_name)]
+HostName = Annotated[
+    str,
+    Field(strict=True),
+    matching(r"[A-Za-z0-9._-]{1,253}", '{!r} is no host name; write it without "http://" and without a port'),
+    AfterValidator(str.lower),
+]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 Positive = Annotated[int, Field(strict=True, gt=0, le=_MOST_COUNT)]
 Seconds = Annotated[float, Field(strict=True, gt=0, le=_MOST_S, allow_inf_nan=False)]
@@ -220,9 +213,11 @@ Host = Annotated[Text, AfterValidator(checked_host)]
 Bandwidth = Annotated[float, BeforeValidator(_bandwidth), WithJsonSchema(_AMOUNT)]
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(le=_MOST_BYTES), WithJsonSchema(_AMOUNT)]
 SizeOrZero = Annotated[int, BeforeValidator(_size_or_zero), Field(le=_MOST_BYTES), WithJsonSchema(_AMOUNT)]
-Arg = Annotated[str, Field(strict=True), AfterValidator(free_arg), AfterValidator(_without_nul)]
-EnvName = Annotated[str, Field(strict=True), AfterValidator(_env_name)]
-EnvValue = Annotated[str, BeforeValidator(_env_value), Field(strict=True), AfterValidator(_without_nul)]
+Arg = Annotated[str, Field(strict=True), AfterValidator(free_arg), _WITHOUT_NUL]
+EnvName = Annotated[
+    str, Field(strict=True), matching(r"[^=\0]+", "{!r} is no name of an environment variable")
+]
+EnvValue = Annotated[str, BeforeValidator(_env_value), Field(strict=True), _WITHOUT_NUL]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
@@ -232,7 +227,14 @@ ResourceName = Annotated[str, Field(strict=True, pattern=r"^[a-z0-9.-]+/[A-Za-z0
 ImageName = Annotated[str, Field(strict=True, pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$")]
 TenantHeader = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9-]{1,64}$")]
 Label = Annotated[str, Field(strict=True, pattern=LABEL_PATTERN)]
-PolicyName = Annotated[str, Field(strict=True), AfterValidator(_policy_name)]
+PolicyName = Annotated[
+    str,
+    Field(strict=True),
+    matching(
+        r"[\w.-]+(:[A-Za-z_][\w.]*)?",
+        '"{}" is no policy; write a name, for example "tilted", or package.module:Class',
+    ),
+]
 PolicySetting = Annotated[
     float | str, PlainValidator(_setting), WithJsonSchema({"type": ["number", "string", "boolean"]})
 ]

@@ -1,8 +1,7 @@
 """Where clients and operators connect, what they are told, and what one gateway takes on before it says 429."""
 
-import re
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
@@ -21,6 +20,7 @@ from prfaas.core.deployment.field_types import (
     Share,
     Size,
     Text,
+    matching,
 )
 from prfaas.core.deployment.section import EVERYTHING, GATEWAY_AGAIN, LIVE, Section
 from prfaas.core.units import GIB, MIB
@@ -30,10 +30,8 @@ FirstTokenSource = Literal["decode", "prefill"]
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayLimits(Section):
+class GatewayLimits(Section, on_change=LIVE):
     """The defaults are generous: they keep a gateway alive, and do not shape ordinary load."""
-
-    on_change: ClassVar = LIVE
 
     requests: Positive = 8192
     """Answers that are wanted at a time, each prompt and sample of a request one."""
@@ -46,10 +44,8 @@ class GatewayLimits(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class AdminConfig(Section):
+class AdminConfig(Section, on_change=GATEWAY_AGAIN):
     """Where operators connect: metrics, the deployment's state, and what became of each request."""
-
-    on_change: ClassVar = GATEWAY_AGAIN
 
     host: Host = "127.0.0.1"
     """Where operators connect."""
@@ -66,10 +62,8 @@ class AdminConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class TracingConfig(Section):
+class TracingConfig(Section, on_change=EVERYTHING):
     """Where traces of requests go, and of how many requests. The gateway and the engines send theirs themselves."""
-
-    on_change: ClassVar = EVERYTHING
 
     endpoint: Annotated[Text, AfterValidator(traces_url)]
     """The collector's URL for traces over OTLP/HTTP."""
@@ -80,10 +74,8 @@ class TracingConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayConfig(Section):
+class GatewayConfig(Section, on_change=LIVE):
     """Where clients and operators connect, and what clients are told."""
-
-    on_change: ClassVar = LIVE
 
     host: Annotated[Host, GATEWAY_AGAIN] = "127.0.0.1"
     """Where clients connect."""
@@ -128,24 +120,22 @@ def _url_on_its_machine(host: str, port: int) -> str:
     return f"http://{host_in_url(host)}:{port}"
 
 
-def _etcd_url(url: str) -> str:
-    if not re.fullmatch(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}/?", url):
-        raise ValueError(
-            f'{url!r} is no address of etcd; write "https://HOST:2379", or http:// on a safe network'
-        )
-    return url.rstrip("/")
-
-
-_Url = Annotated[str, Field(strict=True), AfterValidator(_etcd_url)]
+_EtcdUrl = Annotated[
+    str,
+    Field(strict=True),
+    matching(
+        r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}/?",
+        '{!r} is no address of etcd; write "https://HOST:2379", or http:// on a safe network',
+    ),
+    AfterValidator(lambda url: url.rstrip("/")),
+]
 
 
 @dataclass(frozen=True, slots=True)
-class FleetConfig(Section):
+class FleetConfig(Section, on_change=GATEWAY_AGAIN):
     """The etcd that the gateways of a deployment share; without it there is one gateway alone."""
 
-    on_change: ClassVar = GATEWAY_AGAIN
-
-    etcd: Annotated[tuple[_Url, ...], Field(min_length=1)]
+    etcd: Annotated[tuple[_EtcdUrl, ...], Field(min_length=1)]
     """Addresses of etcd's members, `https://HOST:2379`. The first that answers is asked."""
     name: Annotated[Name | None, GIVEN] = None
     """This gateway's name, unlike any other's; left out: its machine's name and its port."""

@@ -37,14 +37,14 @@ def load_deployment(path: Path | str, *, state_dir: Path | None = None) -> Deplo
     """
     path = Path(path)
     state_dir = (state_dir or default_state_dir()).absolute()
-    source, file = read_file(path, state_dir=state_dir)
-    check_to_run(source, file)
-    return _frozen(source, file, state_dir)
+    file = read_file(path, state_dir=state_dir)
+    check_to_run(file)
+    return _frozen(file, state_dir)
 
 
 def read_file(
     path: Path, changes: Mapping[str, float] | None = None, *, state_dir: Path | None = None
-) -> tuple[YamlSource, DeploymentFile]:
+) -> DeploymentFile:
     """The fields of a deployment file, each good by itself, `changes` put in.
 
     Without a `state_dir` its files stay relative to the deployment's folder there.
@@ -61,22 +61,23 @@ def read_file(
     try:
         # A section that is left out has files in the deployment's folder, too.
         values = {"security": {}} | source.values
-        return source, DeploymentFile.model_validate(values, context={"home": home, "beside": path.parent})
+        context = {"home": home, "beside": path.parent, "source": source}
+        return DeploymentFile.model_validate(values, context=context)
     except ValidationError as error:
         raise first_problem(source, error) from None
 
 
-def links_of(source: YamlSource, file: DeploymentFile) -> tuple[Link, ...]:
+def links_of(file: DeploymentFile) -> tuple[Link, ...]:
     """The links as the file has them, each with its price of egress."""
     return tuple(
         link
-        if source.gives(("links", index, "egress_per_gb"))
+        if file.gives(("links", index, "egress_per_gb"))
         else replace(link, egress_per_gb=file.prices.egress_per_gb)
         for index, link in enumerate(file.links)
     )
 
 
-def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deployment:
+def _frozen(file: DeploymentFile, state_dir: Path) -> Deployment:
     gateway = replace(
         file.gateway,
         admin=replace(file.gateway.admin, port=admin_port(file)),
@@ -85,11 +86,11 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
     return Deployment(
         **_fields(Deployment, file)
         | {
-            "path": source.path,
+            "path": file.source.path,
             "state_dir": state_dir,
             "model": _model(file, state_dir),
             "clusters": tuple(_cluster(file, cluster) for cluster in file.clusters),
-            "links": links_of(source, file),
+            "links": links_of(file),
             "slo": file.slo.with_inverse(),
             "gateway": gateway,
         }
@@ -140,9 +141,9 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         DeploymentError: the first thing that is wrong, with file, line and field.
     """
     path = Path(path)
-    source, file = read_file(path, changes)
-    check_to_plan(source, file)
-    return planned_deployment(source, file, links_of(source, file))
+    file = read_file(path, changes)
+    check_to_plan(file)
+    return planned_deployment(file, links_of(file))
 
 
 _KINDS = {

@@ -5,12 +5,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 from urllib.parse import quote
 
 from pydantic import AfterValidator
 
-from prfaas.core.deployment.field_types import GIVEN, FileBeside, Name, Positive, Text, needs
+from prfaas.core.deployment.field_types import GIVEN, FileBeside, Name, Positive, Text, matching, needs
 from prfaas.core.deployment.section import EVERYTHING, Section
 from prfaas.core.kv import (
     CacheDtypes,
@@ -32,7 +32,11 @@ TrainedName = Literal["words", "smollm2", "gemma3"]
 TINY_MODELS: tuple[str, ...] = get_args(TinyName)
 TRAINED_MODELS: tuple[str, ...] = get_args(TrainedName)
 
-_MOST_NAME_CHARACTERS = 96
+_PART = r"\w([\w.-]{0,94}\w)?"
+HUB_NAME = rf"(?a)(?!.*(--|\.\.)){_PART}/{_PART}"
+"""`ORG/NAME`, as the hub takes it."""
+REVISION = r"(?a)(?!.*\.\.)\w[\w./-]{0,199}"
+"""A branch, a tag or a commit."""
 
 _TRAINED_FOLDER = Path(__file__).parents[2] / "serving" / "engines" / "trained"
 
@@ -117,14 +121,20 @@ def _published(name: str) -> str:
     return published_model(name).name
 
 
+_HubName = Annotated[
+    Text, matching(HUB_NAME, '"{}" is no name of the hub; write it like HuggingFaceTB/SmolLM2-135M')
+]
+_Revision = Annotated[
+    Text, matching(REVISION, '"{}" is no revision; write a branch, a tag or a commit, for example main')
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSection(Section):
+class ModelSection(Section, on_change=EVERYTHING):
     """Which model, under which name, up to which length. Exactly one of the six that name it.
 
     `published` and `config` are enough to plan with, and then the name and the length may be left out.
     """
-
-    on_change: ClassVar = EVERYTHING
 
     served_name: Annotated[Text | None, GIVEN] = None
     """What clients write in a request's `model`."""
@@ -134,10 +144,10 @@ class ModelSection(Section):
     """Checkpoint directory, relative to the file."""
     trained: TrainedName | None = None
     """In place of `path`: a small model that prfaas ships or fetches."""
-    hub: Text | None = None
+    hub: _HubName | None = None
     """In place of `path`: `ORG/NAME` on the Hugging Face hub."""
     revision: Annotated[
-        Text | None, GIVEN, needs("hub", "is of a model of the hub; it goes with model.hub only")
+        _Revision | None, GIVEN, needs("hub", "is of a model of the hub; it goes with model.hub only")
     ] = None
     """With `hub`: a branch, tag or commit; left out: the default branch."""
     tiny: TinyName | None = None
@@ -152,6 +162,10 @@ class ModelSection(Section):
     """What engines keep K and V in, unless their cluster has its own: vLLM's `--kv-cache-dtype`."""
     dtype: ModelDtype = "auto"
     """What engines compute in: vLLM's `--dtype`."""
+
+    def cache_dtypes(self, kv_cache_dtype: KvCacheDtype | None) -> CacheDtypes:
+        """What engines keep their caches in; `kv_cache_dtype`: of their cluster, where it has its own."""
+        return CacheDtypes(kv_cache_dtype or self.kv_cache_dtype, self.dtype)
 
     @property
     def source(self) -> ModelSource | None:
@@ -181,7 +195,7 @@ class ModelRef(ModelSection):
         Raises:
             ConfigError: it can't be read, the model is not known, or its caches have no such dtype.
         """
-        dtypes = CacheDtypes(kv_cache_dtype or self.kv_cache_dtype, self.dtype)
+        dtypes = self.cache_dtypes(kv_cache_dtype)
         return model_from_directory(self.config_folder, name=self.served_name, dtypes=dtypes)
 
     def known_kv_model(self, kv_cache_dtype: KvCacheDtype | None = None) -> KvModel | None:
@@ -201,20 +215,3 @@ class ModelRef(ModelSection):
     def config_folder(self) -> Path:
         """Where its `config.json` is. A trained model's is shipped, so that it is known before the model is fetched."""
         return self.path if self.source is None else self.source.config_folder(self.path)
-
-
-def is_hub_name(text: str) -> bool:
-    """Whether it is `ORG/NAME`, as the hub takes it."""
-    parts = text.split("/")
-    return len(parts) == 2 and all(
-        re.fullmatch(r"\w([\w.-]*\w)?", part, re.ASCII)
-        and len(part) <= _MOST_NAME_CHARACTERS
-        and "--" not in part
-        and ".." not in part
-        for part in parts
-    )
-
-
-def is_revision(text: str) -> bool:
-    """Whether it can be a branch, a tag or a commit."""
-    return re.fullmatch(r"\w[\w./-]{0,199}", text, re.ASCII) is not None and ".." not in text

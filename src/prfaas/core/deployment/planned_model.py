@@ -13,11 +13,9 @@ from typing import Any
 
 from prfaas.core.deployment.model import ModelSection, default_state_dir
 from prfaas.core.deployment.planned import PlannedCluster, PlannedDeployment
-from prfaas.core.deployment.pool import by_pool
 from prfaas.core.deployment.schema import DeploymentFile
-from prfaas.core.deployment.source import Findings
 from prfaas.core.deployment.speculation import speculation_of
-from prfaas.core.deployment.types import SYNTHETIC, ClusterSection, Link
+from prfaas.core.deployment.types import SYNTHETIC, ClusterSection, Link, by_pool
 from prfaas.core.kv import (
     CacheDtypeError,
     CacheDtypes,
@@ -34,19 +32,18 @@ from prfaas.core.kv import (
     read_config,
     with_drafter,
 )
-from prfaas.core.yaml_source import Location, YamlSource
 
 
-def planned_deployment(source: YamlSource, file: DeploymentFile, links: Sequence[Link]) -> PlannedDeployment:
+def planned_deployment(file: DeploymentFile, links: Sequence[Link]) -> PlannedDeployment:
     """The deployment, with what its clusters hold and its `links` carry of a request's KVCache.
 
     Raises:
         DeploymentError: the model is not known or can't be read, its caches have no such dtype, or its heads can't be
             divided among the ranks of a cluster.
     """
-    once = {each.name: _kv_model(source, file, each, index) for index, each in enumerate(file.clusters)}
+    once = {each.name: _kv_model(file, each, index) for index, each in enumerate(file.clusters)}
     ranks = {cluster.name: _ranks(file, cluster) for cluster in file.clusters}
-    held = {name: _on_all_ranks(source, c, once[name], ranks[name]) for c, name in enumerate(once)}
+    held = {name: _on_all_ranks(file, c, once[name], ranks[name]) for c, name in enumerate(once)}
     widest = max(file.clusters, key=lambda cluster: held[cluster.name].compared_bytes())
     kv_model = held[widest.name]
     sent = {
@@ -57,26 +54,26 @@ def planned_deployment(source: YamlSource, file: DeploymentFile, links: Sequence
     assert file.workload is not None
     return PlannedDeployment(
         name=file.name,
-        path=source.path,
+        path=file.source.path,
         links=tuple(links),
         workload=file.workload,
         routing=file.routing,
         control=file.control,
         slo=file.slo.with_inverse(),
         prices=file.prices.per_gpu_hour,
-        source=source,
+        source=file.source,
         pool=file.pool,
         first_token=file.gateway.first_token or "decode",
         step_tokens=file.engine.max_num_batched_tokens,
         seats=file.engine.max_num_seqs,
         kv_model=kv_model,
-        dtypes=_dtypes(file.model, widest),
+        dtypes=file.model.cache_dtypes(widest.kv_cache_dtype),
         clusters=tuple(
             replace(
                 _planned_cluster(cluster),
                 tensor_parallel=ranks[cluster.name],
                 kv_model=None if held[cluster.name] == kv_model else held[cluster.name],
-                dtypes=_dtypes(file.model, cluster),
+                dtypes=file.model.cache_dtypes(cluster.kv_cache_dtype),
             )
             for cluster in file.clusters
         ),
@@ -103,12 +100,12 @@ def _ranks(file: DeploymentFile, cluster: ClusterSection) -> int:
     return cluster.tensor_parallel or usual
 
 
-def _on_all_ranks(source: YamlSource, index: int, model: KvModel, ranks: int) -> KvModel:
+def _on_all_ranks(file: DeploymentFile, index: int, model: KvModel, ranks: int) -> KvModel:
     try:
         return model.on_all_ranks(ranks)
     except ValueError as error:
         problem = f"{error}; give the tensor_parallel that its engines run with"
-        raise source.error(("clusters", index, "tensor_parallel"), problem) from None
+        raise file.error(("clusters", index, "tensor_parallel"), problem) from None
 
 
 def _planned_cluster(cluster: ClusterSection) -> PlannedCluster:
@@ -131,104 +128,88 @@ def _planned_cluster(cluster: ClusterSection) -> PlannedCluster:
     )
 
 
-def _dtypes(model: ModelSection, cluster: ClusterSection) -> CacheDtypes:
-    return CacheDtypes(cluster.kv_cache_dtype or model.kv_cache_dtype, model.dtype)
-
-
-def _kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection, index: int) -> KvModel:
-    model, config = _own_kv_model(source, file, cluster, index), _config(file)
-    assert config is not None
+def _kv_model(file: DeploymentFile, cluster: ClusterSection, index: int) -> KvModel:
+    """What one rank alone would hold."""
+    made, published = file.model.source, file.model.published
+    dtypes = file.model.cache_dtypes(cluster.kv_cache_dtype)
     try:
+        if published is not None:
+            model = published_model(published).kept_in(dtypes)
+        else:
+            name = file.model.served_name or (None if made is None else made.name)
+            model = model_from_file(_config_path(file), name=name, dtypes=dtypes)
         speculation = speculation_of((*file.engine.extra_args, *cluster.extra_args))
-        return with_drafter(model, config, speculation, _dtypes(file.model, cluster))
+        return with_drafter(model, _config(file), speculation, dtypes)
     except DrafterError as error:
         place = ("clusters", index, "extra_args") if cluster.extra_args else ("engine", "extra_args")
-        raise source.error(place, str(error)) from None
-
-
-def _own_kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection, index: int) -> KvModel:
-    model, dtypes = file.model, _dtypes(file.model, cluster)
-    made = model.source
-    try:
-        if model.published is not None:
-            return published_model(model.published).kept_in(dtypes)
-        config = _config_file(file)
-        if config is not None:
-            return model_from_file(
-                config, name=model.served_name or (None if made is None else made.name), dtypes=dtypes
-            )
+        raise file.error(place, str(error)) from None
     except CacheDtypeError as error:
-        place = ("model",) if cluster.kv_cache_dtype is None else ("clusters", index)
-        raise source.error((*place, "kv_cache_dtype"), str(error)) from None
+        above = ("model",) if cluster.kv_cache_dtype is None else ("clusters", index)
+        raise file.error((*above, "kv_cache_dtype"), str(error)) from None
     except ConfigError as error:
+        problem = str(error)
         if made is not None and made.kind == "hub":
-            problem = f"{made.name} is not on this machine yet; prfaas model fetch {source.path}"
-            raise source.error(("model", "hub"), problem) from None
-        raise source.error(("model", "config" if model.config else "path"), str(error)) from None
-    raise source.error(
-        ("model", "tiny"), "a made model has no published speed; plan with published, config or path"
-    )
+            problem = f"{made.name} is not on this machine yet; prfaas model fetch {file.source.path}"
+        given = "config" if file.model.config else "path" if made is None else made.kind
+        raise file.error(("model", given), problem) from None
 
 
-def check_cluster_dtypes(file: DeploymentFile) -> Findings:
+def check_cluster_dtypes(file: DeploymentFile) -> None:
     """Whether unlike dtypes of clusters can be converted. A model that can't be read yet is judged by names alone."""
-    named = [_dtypes(file.model, cluster).named for cluster in file.clusters]
+    named = [file.model.cache_dtypes(cluster.kv_cache_dtype).named for cluster in file.clusters]
     if len(set(named)) == 1:
         return
     for c, cluster in enumerate(file.clusters):
         if cluster.hardware == SYNTHETIC:
-            yield (
+            raise file.error(
                 ("clusters", c, "hardware"),
                 "stand-in engines convert no KVCache; leave kv_cache_dtype of all clusters out",
             )
-    config = _config(file)
-    kept = named if config is None else [_kept(config, file.model, cluster) for cluster in file.clusters]
+    try:
+        config = _config(file)
+    except ConfigError:
+        config = {}
+    kept = named if not config else [_kept(config, file.model, cluster) for cluster in file.clusters]
     for a, b in combinations(range(len(file.clusters)), 2):
         if named[a] == named[b]:
             continue
         # At least one of the two says it.
         at, beside = (b, a) if file.clusters[b].kv_cache_dtype is not None else (a, b)
-        location: Location = ("clusters", at, "kv_cache_dtype")
+        location = ("clusters", at, "kv_cache_dtype")
         if not are_convertible(kept[a], kept[b]):
-            yield (
+            raise file.error(
                 location,
                 f'{kept[at]} is not converted to or from {kept[beside]} of cluster "{file.clusters[beside].name}"; mix '
                 "one of bfloat16 and float16 with one of fp8_e4m3 and fp8_e5m2",
             )
-        if config is not None and _keeps_latents(config):
-            yield (
+        if config and _keeps_latents(config):
+            raise file.error(
                 location,
                 "the model keeps latents (MLA), which are not converted; leave it out, so that all clusters keep one "
                 "dtype",
             )
 
 
-def _config_file(file: DeploymentFile) -> Path | None:
-    """The `config.json` of the model of a file that is to be planned; None: published, or only made when it runs."""
+def _config(file: DeploymentFile) -> Mapping[str, Any]:
+    """The model's configuration. Raises ConfigError, as where it is made or brought later."""
+    published = file.model.published
+    return read_config(_config_path(file)) if published is None else published_model(published).config
+
+
+def _config_path(file: DeploymentFile) -> Path:
     model, made = file.model, file.model.source
-    if made is not None:
-        if made.kind == "tiny":
-            return None
-        return made.config_folder(made.directory(default_state_dir(), file.name)) / "config.json"
-    if model.config is not None and model.config.suffix == ".json":
-        return model.config
-    folder = model.config or model.path
-    return None if folder is None else folder / "config.json"
-
-
-def _config(file: DeploymentFile) -> Mapping[str, Any] | None:
-    """The model's configuration; None where it is made or brought later."""
-    try:
-        if file.model.published is not None:
-            return published_model(file.model.published).config
-        path = _config_file(file)
-        return None if path is None else read_config(path)
-    except ConfigError:
-        return None
+    if made is None:
+        folder = model.config or model.path
+        assert folder is not None
+    elif made.kind == "tiny":
+        raise ConfigError("a made model has no published speed; plan with published, config or path")
+    else:
+        folder = made.config_folder(made.directory(default_state_dir(), file.name))
+    return folder if folder == model.config and folder.suffix == ".json" else folder / "config.json"
 
 
 def _kept(config: Mapping[str, Any], model: ModelSection, cluster: ClusterSection) -> str:
-    dtypes = _dtypes(model, cluster)
+    dtypes = model.cache_dtypes(cluster.kv_cache_dtype)
     try:
         return kept_dtype(config, dtypes)
     except CacheDtypeError:

@@ -1,13 +1,11 @@
 """The prefix-cache pools of a deployment: one per machine of a cluster, shared by the engines there."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from prfaas.core.deployment.addresses import plain_host
 from prfaas.core.deployment.field_types import GIVEN, Folder, Port, Seconds, Size, SizeOrZero, needs
 from prfaas.core.deployment.section import POOLS_AGAIN, Section
 from prfaas.core.units import MIB
@@ -16,19 +14,9 @@ EvictionName = Literal["lru", "cost"]
 """Which page goes when a pool is full: the least recently used, or what is cheapest to compute per byte."""
 
 
-class _Placed(Protocol):
-    @property
-    def host(self) -> str: ...
-
-
-_P = TypeVar("_P", bound=_Placed)
-
-
 @dataclass(frozen=True, slots=True)
-class PoolSettings(Section):
+class PoolSettings(Section, on_change=POOLS_AGAIN):
     """What all pools of a deployment have in common."""
-
-    on_change: ClassVar = POOLS_AGAIN
 
     checkpoint_tokens: Annotated[int, Field(strict=True, ge=0)] = 32768
     """Distance of the linear states that are kept inside long prompts; 0: only at ends and where prompts part."""
@@ -83,11 +71,3 @@ def pool_names(cluster: str, machines: int) -> tuple[str, ...]:
     if machines == 1:
         return (f"{cluster}-pool",)
     return tuple(f"{cluster}-pool-{number}" for number in range(machines))
-
-
-def by_pool(cluster: str, instances: Sequence[_P]) -> dict[str, list[_P]]:
-    """A cluster's instances by the pool of their machine: those of one host together, in the order of its machines."""
-    machines: dict[str, list[_P]] = {}
-    for instance in instances:
-        machines.setdefault(plain_host(instance.host), []).append(instance)
-    return dict(zip(pool_names(cluster, len(machines)), machines.values(), strict=True))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
@@ -31,6 +31,7 @@ from prfaas.core.deployment.pool import PoolSettings
 from prfaas.core.deployment.section import Section, docs_of, fields_of
 from prfaas.core.deployment.security import Security
 from prfaas.core.deployment.types import ClusterSection, ControlConfig, InstanceSection, Link, Routing, Slo
+from prfaas.core.yaml_source import FileError, Location, YamlSource
 
 
 class _Section(BaseModel):
@@ -111,6 +112,31 @@ class DeploymentFile(_Section):
     """The traffic to plan for."""
     prices: PricesSection = PricesSection()
     """What things cost."""
+
+    _source: YamlSource = PrivateAttr()
+
+    def model_post_init(self, context: Any) -> None:
+        """Readers of files give the source as `context["source"]`."""
+        self._source = context["source"]
+
+    @property
+    def source(self) -> YamlSource:
+        """The file as it was written."""
+        return self._source
+
+    def gives(self, location: Location) -> bool:
+        """Whether a field stands in the file, whatever its value."""
+        return self._source.gives(location)
+
+    def error(self, location: Location, problem: str) -> FileError:
+        """The error to raise about a field."""
+        return self._source.error(location, problem)
+
+    def require_cluster(self, location: Location, name: str) -> None:
+        """Raises DeploymentError where a field names a cluster that there is not."""
+        known = [cluster.name for cluster in self.clusters]
+        if name not in known:
+            raise self.error(location, f'there is no cluster "{name}"; the clusters are {", ".join(known)}')
 
     @property
     def gateway_cluster(self) -> str | None:

@@ -47,6 +47,11 @@ class Section:
     on_change: ClassVar[OnChange]
     """Of every field that does not say it itself."""
 
+    def __init_subclass__(cls, on_change: OnChange | None = None) -> None:
+        # `dataclass` makes a class with slots anew, from what the first one has.
+        if on_change is not None:
+            cls.on_change = on_change
+
 
 @dataclass(frozen=True, slots=True)
 class FieldFacts:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -30,10 +30,8 @@ OBSERVERS = frozenset(name for names in CERTIFICATE_NAMES.values() for name in n
 
 
 @dataclass(frozen=True, slots=True)
-class Security(Section):
+class Security(Section, on_change=EVERYTHING):
     """How engines know each other, and which requests may share."""
-
-    on_change: ClassVar = EVERYTHING
 
     key_file: Annotated[HomeFile, Field(validate_default=True)] = Path("key")
     """File of the key that authenticates engines and seals tickets; the key itself is never kept here."""

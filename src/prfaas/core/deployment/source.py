@@ -3,7 +3,7 @@
 import copy
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,6 @@ from prfaas.core.yaml_source import FileError, Location, YamlSource, dotted, yam
 
 class DeploymentError(FileError):
     """A deployment file can't be used."""
-
-
-Finding = tuple[Location, str]
-"""Where something is wrong in a file, and what: `YamlSource.error` makes an error of it."""
-Findings = Iterator[Finding]
 
 
 def read_source(path: Path) -> YamlSource:

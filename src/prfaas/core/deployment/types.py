@@ -4,11 +4,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
-from prfaas.core.deployment.addresses import EventsEndpoint, events_folder, host_in_url, local_endpoint
+from prfaas.core.deployment.addresses import (
+    EventsEndpoint,
+    events_folder,
+    host_in_url,
+    local_endpoint,
+    plain_host,
+)
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.field_types import (
     GIVEN,
@@ -32,7 +38,7 @@ from prfaas.core.deployment.field_types import (
 )
 from prfaas.core.deployment.gateway import FleetConfig, GatewayConfig
 from prfaas.core.deployment.model import ModelRef
-from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, by_pool
+from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, pool_names
 from prfaas.core.deployment.section import (
     ANOTHER_NAME,
     ENGINES_AGAIN,
@@ -44,7 +50,7 @@ from prfaas.core.deployment.section import (
     OnChange,
     Section,
 )
-from prfaas.core.deployment.security import CERTIFICATE_NAMES, OBSERVERS, Security
+from prfaas.core.deployment.security import CERTIFICATE_NAMES, Security
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.kv import CacheDtypes, KvCacheDtype
 from prfaas.core.kv.rank_shares import RankGrid
@@ -58,19 +64,13 @@ DEFAULT_POLICY = "tilted"
 POLICY_ENTRY_POINTS = "prfaas.policies"
 """The group of entry points by which an installed package brings routing policies."""
 
-INTRA_CLUSTER_CONNECTIONS = 4
-# Stand-ins of one cluster mostly share a process: more connections would only be more threads.
-SYNTHETIC_CONNECTIONS = 1
-
 SYNTHETIC = "synthetic"
 """The `hardware` of clusters whose engines are stand-ins: for load and fault tests, never for answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceSection(Section):
+class InstanceSection(Section, on_change=ANOTHER_NAME):
     """One vLLM server, as the file has it."""
-
-    on_change: ClassVar = ANOTHER_NAME
 
     name: Name
     """Unlike any other's in the file."""
@@ -144,11 +144,20 @@ class Instance(InstanceSection):
         return role in self.roles
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSection(Section):
-    """Instances that share a network: `instances` to start, or an `instance_count` to plan with."""
+_Placed = TypeVar("_Placed", bound=InstanceSection)
 
-    on_change: ClassVar = EVERYTHING
+
+def by_pool(cluster: str, instances: Sequence[_Placed]) -> dict[str, list[_Placed]]:
+    """A cluster's instances by the pool of their machine: those of one host together, in the order of its machines."""
+    machines: dict[str, list[_Placed]] = {}
+    for instance in instances:
+        machines.setdefault(plain_host(instance.host), []).append(instance)
+    return dict(zip(pool_names(cluster, len(machines)), machines.values(), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection(Section, on_change=EVERYTHING):
+    """Instances that share a network: `instances` to start, or an `instance_count` to plan with."""
 
     name: Name
     """Unlike any other's in the file."""
@@ -207,10 +216,8 @@ class Cluster(ClusterSection):
 
 
 @dataclass(frozen=True, slots=True)
-class Link(Section):
+class Link(Section, on_change=LIVE):
     """A directed path for KV between two clusters."""
-
-    on_change: ClassVar = LIVE
 
     source: Name
     """Name of the cluster that sends."""
@@ -247,43 +254,9 @@ class Link(Section):
         return f"{self.source}->{self.target}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvPath:
-    """How KV gets from a sender to a peer."""
-
-    link: str
-    """Name of the bandwidth budget that its transfers share."""
-    connections: int
-    bandwidth_bits_per_s: float | None
-    """Of the whole budget; None: unpaced."""
-    share_bits_per_s: float | None = None
-    """The sender's part of the budget while no control plane tells it another."""
-    on_demand: bool
-    """Connected with the first transfer: nothing is sent before a role changes or a prefix moves."""
-    encrypted: bool
-    """Over TLS and sealed frames; a receiver takes nothing plain from such a sender."""
-    compressed: bool = False
-    """Its chunks are compressed where that pays."""
-
-    def shared_by(self, ranks: int) -> "KvPath":
-        """The path of one of a sender's ranks: all of them send their shares of a transfer at the same time."""
-        share = self.share_bits_per_s
-        return self if share is None else replace(self, share_bits_per_s=share / ranks)
-
-
 @dataclass(frozen=True, slots=True)
-class KvPeer:
-    """An instance that another one may send KV to."""
-
-    instance: Instance
-    path: KvPath
-
-
-@dataclass(frozen=True, slots=True)
-class Routing(Section):
+class Routing(Section, on_change=LIVE):
     """When a prompt is prefilled elsewhere."""
-
-    on_change: ClassVar = LIVE
 
     policy: PolicyName = DEFAULT_POLICY
     """A policy's name, or `package.module:Class`. Whether there is one is known where it is made."""
@@ -298,10 +271,8 @@ class Routing(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class ControlConfig(Section):
+class ControlConfig(Section, on_change=LIVE):
     """How fast the scheduler's slow side moves."""
-
-    on_change: ClassVar = LIVE
 
     threshold_period_s: Seconds = 30.0
     """How often the threshold is optimised anew."""
@@ -323,10 +294,8 @@ class ControlConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Slo(Section):
+class Slo(Section, on_change=GATEWAY_AGAIN):
     """What users should see."""
-
-    on_change: ClassVar = GATEWAY_AGAIN
 
     ttft_s: Seconds | None = None
     """Time to first token, at most."""
@@ -348,10 +317,8 @@ _Named = TypeVar("_Named", Instance, Cluster, PoolNode)
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment(Section):
+class Deployment(Section, on_change=EVERYTHING):
     """Everything a deployment file says, checked."""
-
-    on_change: ClassVar = EVERYTHING
 
     name: str
     path: Annotated[Path, OnChange(GATEWAY_AGAIN.needs, "the file's place")]
@@ -426,8 +393,7 @@ class Deployment(Section):
 
     def cache_dtypes(self, cluster: str) -> CacheDtypes:
         """What the engines of a cluster (by name) keep their caches in."""
-        own = self.cluster(cluster).kv_cache_dtype
-        return CacheDtypes(own or self.model.kv_cache_dtype, self.model.dtype)
+        return self.model.cache_dtypes(self.cluster(cluster).kv_cache_dtype)
 
     @property
     def converts_kv(self) -> bool:
@@ -516,60 +482,6 @@ class Deployment(Section):
         """True if the instance may be given decode work, now or after a change of its role."""
         return self.cluster_of(instance).kind == "pd"
 
-    def peers_of(self, instance: Instance) -> tuple[KvPeer, ...]:
-        """Instances that an instance may send KV to: those of its own pd cluster, and those a link leads to.
-
-        Not only those that decode: roles change, and a prefill may start from a prefix that another cluster
-        sends.
-        """
-        peers = []
-        inside = SYNTHETIC_CONNECTIONS if instance.is_stand_in else INTRA_CLUSTER_CONNECTIONS
-        for target in self.instances:
-            is_inside = target.cluster == instance.cluster
-            if target.name == instance.name or (is_inside and not self.can_decode(target)):
-                continue
-            on_demand = not (instance.has_role("prefill") and target.has_role("decode"))
-            path = self.kv_path(instance.cluster, target.cluster, inside=inside, on_demand=on_demand)
-            if path is not None:
-                peers.append(KvPeer(target, path))
-        return tuple(peers)
-
-    def kv_path(self, source: str, target: str, *, inside: int, on_demand: bool) -> KvPath | None:
-        """How KV gets from one cluster to another, or to others of its own; None: no link leads there.
-
-        Args:
-            source: name of the sender's cluster.
-            target: name of the receiver's.
-            inside: connections of one sender to one receiver of its own cluster.
-            on_demand: nothing is connected before there is something to send.
-        """
-        if source == target:
-            return KvPath(
-                link=target,
-                connections=inside,
-                bandwidth_bits_per_s=None,
-                on_demand=on_demand,
-                encrypted=self.security.encrypt_inside,
-            )
-        link = self.link(source, target)
-        if link is None:
-            return None
-        return KvPath(
-            link=link.name,
-            connections=link.connections,
-            bandwidth_bits_per_s=link.bandwidth_bits_per_s,
-            share_bits_per_s=self.share_bits_per_s(link),
-            on_demand=on_demand,
-            encrypted=link.encryption,
-            compressed=link.compression,
-        )
-
-    def share_bits_per_s(self, link: Link) -> float:
-        """What one sending engine may use of a link while no control plane tells it: it doesn't know of the others."""
-        senders = self.cluster(link.source)
-        # In a pd cluster roles change: what prefills at the start is the best guess there is.
-        return link.bandwidth_bits_per_s / max(len(senders.with_role("prefill")), 1)
-
     def needs_certificate(self, name: str) -> bool:
         """True if an instance, a pool, `GATEWAY` or `TOOLS` takes part in anything encrypted."""
         if name in CERTIFICATE_NAMES:
@@ -580,25 +492,6 @@ class Deployment(Section):
             member.tls
             or (self.security.encrypt_inside and (pool is not None or self.can_decode(self.instance(name))))
             or any(link.encryption and member.cluster in (link.source, link.target) for link in self.links)
-        )
-
-    def plain_peers_of(self, instance: Instance) -> frozenset[str]:
-        """Who may connect to an instance's KV port without encryption: producers, and those that only ask."""
-        links = {link.source: link for link in self.links if link.target == instance.cluster}
-        within = self.can_decode(instance) and not self.security.encrypt_inside
-        plain = set()
-        for cluster in self.clusters:
-            link = links.get(cluster.name)
-            if within if cluster.name == instance.cluster else link is not None and not link.encryption:
-                plain |= {other.name for other in cluster.instances if other.name != instance.name}
-        return frozenset(plain if instance.tls else plain | OBSERVERS)
-
-    def producers_for(self, instance: Instance) -> tuple[Instance, ...]:
-        """Instances that may send KV to this one; the inverse of `peers_of`."""
-        return tuple(
-            other
-            for other in self.instances
-            if any(peer.instance.name == instance.name for peer in self.peers_of(other))
         )
 
     def events_endpoint(self, instance: Instance) -> EventsEndpoint:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prfaas.core.deployment.pool import EvictionName
+from prfaas.core.deployment.pool import EvictionName, PoolSettings
 from prfaas.core.kv import KvModel
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.pool.eviction import EvictionPolicy, eviction_policy
@@ -20,11 +20,11 @@ class PoolOptions:
 
     memory_bytes: int
     ssd_bytes: int = 0
-    checkpoint_tokens: int = 32768
+    checkpoint_tokens: int = PoolSettings().checkpoint_tokens
     """Of hybrid models a state is kept every so many tokens, beside those at ends of prompts; 0: only these."""
     junctions: bool = True
     """Whether a state is also kept where a prompt leaves what the pool holds: siblings can go on from there."""
-    eviction: EvictionName = "lru"
+    eviction: EvictionName = PoolSettings().eviction
     memory_bits_per_s: float = MEMORY_BITS_PER_S
     """How fast a machine's engines together load what lies in memory."""
     ssd_bits_per_s: float = SSD_BITS_PER_S

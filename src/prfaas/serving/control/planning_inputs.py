@@ -7,7 +7,7 @@ from typing import Any
 
 from prfaas.core.arrays import OfLength
 from prfaas.core.deployment import Cluster, Deployment, Instance, Link
-from prfaas.core.deployment.pool_peers import joins_pools
+from prfaas.core.deployment.peers import joins_pools
 from prfaas.core.deployment.source import read_source
 from prfaas.core.deployment.speculation import counted_model, kept_model
 from prfaas.core.kv import (

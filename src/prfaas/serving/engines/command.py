@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment.peers import peers_of, plain_peers_of, sources_of
 from prfaas.core.kv import CacheDtypes, KvModel
 from prfaas.core.units import GIB
 from prfaas.serving.engines.data_parallel import given_endpoint, rank_of, rank_options
@@ -192,16 +193,16 @@ def _own_transfer_config(deployment: Deployment, instance: Instance) -> dict[str
             "events": asdict(deployment.events_endpoint(instance)),
             "key_file": str(deployment.security.key_file),
             "peers": {
-                peer.instance.name: {
-                    "host": peer.instance.host,
-                    "kv_port": peer.instance.kv_port,
+                peer.member.name: {
+                    "host": peer.member.host,
+                    "kv_port": peer.member.kv_port,
                     **asdict(peer.path.shared_by(instance.gpus)),
                 }
-                for peer in deployment.peers_of(instance)
+                for peer in peers_of(deployment, instance)
             },
             **_certificates(deployment, instance),
             **_pool(deployment, instance),
-            "producers": [producer.name for producer in deployment.producers_for(instance)],
+            "producers": [source.member.name for source in sources_of(deployment, instance)],
             **_ranks_of_others(deployment, instance),
             **({"convert_kv": True} if deployment.converts_kv else {}),
             "staging_bytes": deployment.engine.staging_bytes,
@@ -225,7 +226,7 @@ def _certificates(deployment: Deployment, instance: Instance) -> dict[str, objec
     return {
         "identity_file": str(security.identity_file(instance.name)),
         "ca_file": str(security.ca_file),
-        "plain_peers": sorted(deployment.plain_peers_of(instance)),
+        "plain_peers": sorted(plain_peers_of(deployment, instance)),
     }
 
 
@@ -240,9 +241,8 @@ def _pool(deployment: Deployment, instance: Instance) -> dict[str, object]:
 
 
 def _ranks_of_others(deployment: Deployment, instance: Instance) -> dict[str, object]:
-    others = [peer.instance for peer in deployment.peers_of(instance)] + list(
-        deployment.producers_for(instance)
-    )
+    ways = (*peers_of(deployment, instance), *sources_of(deployment, instance))
+    others = [way.member for way in ways]
     unlike = {
         other.name: other.tensor_parallel
         for other in others

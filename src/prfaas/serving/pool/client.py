@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from prfaas.core.deployment import PoolSettings
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
 from prfaas.serving.pool import protocol
 from prfaas.serving.pool.arena import Arena, ArenaError, map_arena
@@ -127,7 +128,7 @@ class PoolClient:
         kind: protocol.SessionKind,
         geometry: PoolGeometry | None,
         rank: int = 0,
-        timeout_s: float = 2.0,
+        timeout_s: float = PoolSettings().timeout_s,
         engine_id: str = "",
     ) -> None:
         """Make it without connecting.

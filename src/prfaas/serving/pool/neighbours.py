@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from prfaas.core.deployment import Deployment, PoolNode
-from prfaas.core.deployment.pool_peers import PoolPeer, plain_pool_peers, pool_peers, pool_sources
+from prfaas.core.deployment.peers import KvPeer, peers_of, plain_peers_of, sources_of
 from prfaas.serving.pool.copies import PrefixCopies
 from prfaas.serving.pool.lending import PageLender
 from prfaas.serving.pool.store import PageStore
@@ -51,7 +51,7 @@ class PoolNeighbours:
             more_stats: further fields of STATS answers; called in any thread.
         """
         limits = deployment.transfer
-        sources = pool_sources(deployment, pool)
+        sources = sources_of(deployment, pool)
         self._loop = asyncio.get_running_loop()
         self.on_follow: Callable[[PeerRequest], None] = refuse_request
         """Called with a gateway's FOLLOW, in the connection's thread."""
@@ -66,9 +66,9 @@ class PoolNeighbours:
             fingerprint=_FINGERPRINT,
             tls=tls,
             peer_list=PeerList(
-                peers={peer.pool.name: _peer(peer) for peer in pool_peers(deployment, pool)},
-                producers=frozenset(source.pool.name for source in sources),
-                plain=frozenset(plain_pool_peers(deployment, pool)),
+                peers={peer.member.name: _peer(peer) for peer in peers_of(deployment, pool)},
+                producers=frozenset(source.member.name for source in sources),
+                plain=plain_peers_of(deployment, pool),
             ),
             arena=StagingArena(staging_bytes, block_bytes),
             layout=asked,
@@ -79,12 +79,12 @@ class PoolNeighbours:
         )
         self._sender, self._receiver = endpoint.sender, endpoint.receiver
         self._observers = {
-            source.pool.name: Observer(
+            source.member.name: Observer(
                 name=pool.name,
                 key=key,
-                host=source.pool.host,
-                port=source.pool.kv_port,
-                peer_name=source.pool.name,
+                host=source.member.host,
+                port=source.member.kv_port,
+                peer_name=source.member.name,
                 tls=tls if source.path.encrypted else None,
                 silence_s=limits.silence_s,
             )
@@ -133,6 +133,6 @@ class PoolNeighbours:
         self._loop.call_soon_threadsafe(partial(taker.take, request))
 
 
-def _peer(peer: PoolPeer) -> Peer:
-    pool = peer.pool
+def _peer(peer: KvPeer[PoolNode]) -> Peer:
+    pool = peer.member
     return Peer(name=pool.name, host=pool.host, port=pool.kv_port, **asdict(peer.path))

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.tasks import end_all, look_at
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, greet_async
@@ -57,7 +58,7 @@ class Observer:
         peer_name: str,
         tls: TlsIdentity | None = None,
         *,
-        silence_s: float = 3.0,
+        silence_s: float = TransferLimits().silence_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make it without connecting.

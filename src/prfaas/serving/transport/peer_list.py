@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 import msgspec
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.core.deployment.types import KvPeer
+from prfaas.core.deployment.peers import KvPeer, peers_of, plain_peers_of, sources_of
 from prfaas.serving.transport.options import Peer, PeerName
 from prfaas.serving.transport.wire import FrameType, WireError, body_of, read_body
 
@@ -83,22 +83,22 @@ def peer_list_of(deployment: Deployment, instance: Instance, rank: int) -> PeerL
     grid = instance.rank_grid
     peers = [
         _peer_of(peer, grid.count, other)
-        for peer in deployment.peers_of(instance)
-        for other in grid.paired(rank, peer.instance.rank_grid)
+        for peer in peers_of(deployment, instance)
+        for other in grid.paired(rank, peer.member.rank_grid)
     ]
     producers = (
-        ranked(producer.name, other)
-        for producer in deployment.producers_for(instance)
-        for other in grid.paired(rank, producer.rank_grid)
+        ranked(source.member.name, other)
+        for source in sources_of(deployment, instance)
+        for other in grid.paired(rank, source.member.rank_grid)
     )
     plain = (
-        deployment.plain_peers_of(instance) if deployment.needs_certificate(instance.name) else frozenset()
+        plain_peers_of(deployment, instance) if deployment.needs_certificate(instance.name) else frozenset()
     )
     return PeerList({peer.name: peer for peer in peers}, frozenset(producers), plain)
 
 
-def _peer_of(peer: KvPeer, ranks: int, other: int) -> Peer:
-    to, path = peer.instance, peer.path.shared_by(ranks)
+def _peer_of(peer: KvPeer[Instance], ranks: int, other: int) -> Peer:
+    to, path = peer.member, peer.path.shared_by(ranks)
     return Peer(name=ranked(to.name, other), host=to.host, port=to.kv_port + other, **asdict(path))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.core.link.samples import ArrivalReport
 from prfaas.serving.transport.wire import HEADER_BYTES, Header, WireError, parse_control, unpack_header
 
@@ -195,7 +196,9 @@ def choose_congestion_control(sock: socket.socket, wanted: str | None) -> str:
     return raw.split(b"\x00", 1)[0].decode("ascii", "replace")
 
 
-def keep_alive(sock: socket.socket, *, user_timeout_s: float, keepalive_s: float = 10.0) -> None:
+def keep_alive(
+    sock: socket.socket, *, user_timeout_s: float, keepalive_s: float = TransferLimits().keepalive_s
+) -> None:
     """Have the kernel end a TCP connection whose other machine is gone; the arguments are those of `tune`."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(keepalive_s)))

@@ -28,15 +28,11 @@ def load_containers(path: Path | str) -> ContainerSettings:
     Raises:
         DeploymentError: a field is wrong, or names a file that can't lie beside the deployment file in a container.
     """
-    source, file = read_file(Path(path))
+    file = read_file(Path(path))
+    source = file.source
     given = file.containers
-    names = {cluster.name for cluster in file.clusters}
     for name in given.networks:
-        if name not in names:
-            raise source.error(
-                ("containers", "networks", name),
-                f"there is no such cluster; the clusters are {', '.join(sorted(names))}",
-            )
+        file.require_cluster(("containers", "networks", name), name)
     model = source.values["model"]
     if "path" in model:
         _check_absolute(source, ("model", "path"), model["path"])

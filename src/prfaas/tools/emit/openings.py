@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prfaas.core.deployment.addresses import is_loopback
-from prfaas.core.deployment.pool_peers import pool_peers, pool_sources
+from prfaas.core.deployment.peers import peers_of, sources_of
 from prfaas.core.deployment.security import GATEWAY
 from prfaas.core.deployment.types import Deployment, Instance
 
@@ -54,8 +54,8 @@ def _openings(deployment: Deployment) -> Iterator[Opening]:
             yield Opening(instance.name, "ranks", (), tuple(ranks))
     for pool in deployment.pools:
         # A pool connects to send, and to ask for what comes back.
-        ways = (*pool_peers(deployment, pool), *pool_sources(deployment, pool))
-        others = dict.fromkeys(way.pool.name for way in ways)
+        ways = (*peers_of(deployment, pool), *sources_of(deployment, pool))
+        others = dict.fromkeys(way.member.name for way in ways)
         yield Opening(pool.name, "kv", (pool.kv_port,), (GATEWAY, *others))
     yield Opening(GATEWAY, "http", (deployment.gateway.port,), (CLIENTS,))
     if not is_loopback(deployment.gateway.admin.host):
@@ -63,4 +63,4 @@ def _openings(deployment: Deployment) -> Iterator[Opening]:
 
 
 def _producers(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
-    return tuple(producer.name for producer in deployment.producers_for(instance))
+    return tuple(source.member.name for source in sources_of(deployment, instance))
