@@ -78,15 +78,6 @@ def network_with_roles(
     return _point(routing, service)
 
 
-def network_work(problem: PlanProblem, prefill: Mapping[str, int]) -> StageWork:
-    """The stages' work with the routes of `network_with_roles`.
-
-    Raises:
-        PlanError: no request gets through with these roles.
-    """
-    return _work(_routes_for(problem, all_paths(problem), prefill, "mean length")[0])
-
-
 def naive_network(
     problem: PlanProblem, service: ServiceModel = "mean length"
 ) -> tuple[OperatingPoint, StageWork] | None:

@@ -1,7 +1,7 @@
 """Time to the first token: prefill, the link, and waiting for an instance or a decode slot."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prfaas.core.arrays import FloatArray, np
@@ -82,10 +82,6 @@ class ServiceTimes:
     @classmethod
     def of(cls, seconds: FloatArray, weights: FloatArray) -> "ServiceTimes":
         return cls(seconds, weights, seconds * weights, seconds**2 * weights)
-
-    def parts(self, parts: FloatArray) -> "ServiceTimes":
-        """With a part, 0 to 1, of each weight."""
-        return ServiceTimes(self.seconds, self.weights * parts, self.work * parts, self.squares * parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -364,3 +360,34 @@ def wait_of(pool: PrefillPoolLoad, rate: float) -> Wait:
     offered = arrivals * service_s
     chance = erlang_c(pool.instances, offered)
     return Wait(chance, (1 + variation) / 2 * service_s / (pool.instances - offered))
+
+
+def decode_queues(
+    problem: PlanProblem, prefill: Mapping[str, int], work: StageWork, requests_per_s: float
+) -> tuple[DecodeQueue, ...]:
+    """The decode slots of every PD cluster that decodes, as M/M/c at a rate of the whole system."""
+    output = problem.workload.output_tokens
+    found = []
+    for pd in problem.pd:
+        part = work.decode_parts[pd.name]
+        if part <= 0:
+            continue
+        # What fills this cluster, in its own requests and in the system's.
+        own_rate = (pd.instances - prefill[pd.name]) * pd.decode_rate(output)
+        rate, answer_s = own_rate / part, pd.decode_step_s * output
+        wait = _slot_wait(requests_per_s * part, own_rate, answer_s)
+        utilisation = requests_per_s / rate if rate > 0 else math.inf
+        # Slots are whole: they can be too few a little before the rate is reached.
+        if wait is None:
+            utilisation = max(utilisation, 1.0)
+        found.append(DecodeQueue(part, utilisation, wait or NO_WAIT))
+    return tuple(found)
+
+
+def _slot_wait(requests_per_s: float, full_rate: float, answer_s: float) -> Wait | None:
+    """Answers are taken for exponentially distributed. None: more work than time."""
+    slots, offered = max(round(full_rate * answer_s), 1), requests_per_s * answer_s
+    if offered >= slots or requests_per_s >= full_rate:
+        return None
+    chance = erlang_c(slots, offered)
+    return Wait(chance, answer_s / (slots - offered)) if chance > 0 else NO_WAIT

@@ -2,13 +2,12 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from prfaas.core.deployment import Role
 from prfaas.core.planner import KvSize, PlanError, PlanProblem
 from prfaas.core.planner.from_deployment import link_sizes
-from prfaas.core.planner.role_latency import QueueingModel
 from prfaas.core.scheduling.allocation import (
     COOL_DOWN_PERIODS,
     DRAIN_CHECK_S,
@@ -18,9 +17,7 @@ from prfaas.core.scheduling.allocation import (
 )
 from prfaas.core.scheduling.forecast import Outlook, foresight_of
 from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, prefill_instances, problem_now
-from prfaas.core.scheduling.policy import is_shortest_first
 from prfaas.core.scheduling.rebalancing import Rebalancer, missed_prefix
-from prfaas.core.scheduling.role_choice import ExpectedLoad
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import SETTLE_S, Reason, ThresholdOptimiser
 from prfaas.core.workload import LengthDistribution, WorkloadError
@@ -85,12 +82,11 @@ _ENOUGH_OUTPUTS = 20
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """Totals of the answers so far: how many, their tokens, and the squares of those."""
+    """Totals of the answers so far: how many, and their tokens."""
 
     at_s: float = 0.0
     count: int = 0
     tokens: int = 0
-    squares: int = 0
 
 
 class SlowLoops:
@@ -114,7 +110,6 @@ class SlowLoops:
         self._kv_bytes = KvSize(scenario.sent_model)
         self._link_bytes = link_sizes(scenario.link_models)
         self._outlook = Outlook(world.window, scenario.foresight or foresight_of(control.forecast_period_s))
-        self._queues = QueueingModel(is_shortest_first(world.policy, world.view))
         self._answers = _Answers()
         self._answers_at_s = 0.0
         self._output_tokens = scenario.output_tokens
@@ -187,14 +182,9 @@ class SlowLoops:
         expected = self._outlook.expect(self._output_tokens, now_s - self._answers_at_s, now_s, lead_s)
         if expected is None or self._conversions.is_busy:
             return
-        means = expected.means
         try:
-            conversion = self._allocator.decide(
-                loads,
-                self._problem(expected.lengths, means.output_tokens),
-                now_s,
-                ExpectedLoad(means.requests_per_s, self._queues, expected.is_forecast),
-            )
+            problem = self._problem(expected.lengths, expected.means.output_tokens)
+            conversion = self._allocator.decide(loads, problem, now_s)
         except (PlanError, WorkloadError):
             return
         if conversion is not None:
@@ -230,15 +220,13 @@ class SlowLoops:
 
     def _learn_outputs(self) -> None:
         now_s, answers, ended = self._world.events.now_s, self._answers, self._world.answers
-        seen = _Answers(now_s, ended.count, ended.tokens, ended.squares)
+        seen = _Answers(now_s, ended.count, ended.tokens)
         count, tokens = seen.count - answers.count, seen.tokens - answers.tokens
         if count < _ENOUGH_OUTPUTS:
             return
         self._answers = seen
         self._answers_at_s = (answers.at_s + now_s) / 2
         self._output_tokens = max(tokens / count, 1.0)
-        squares = (seen.squares - answers.squares) / count
-        self._queues = replace(self._queues, answer_variation=max(squares / self._output_tokens**2 - 1, 0.0))
 
 
 # So many prefixes that were missed are known by their blocks.
