@@ -32,9 +32,6 @@ from prfaas.core.deployment.types import (
 from prfaas.core.kv import ConfigError
 from prfaas.core.yaml_source import Location, YamlSource
 
-LEAST_WINDOWS = 10
-"""A forecast needs a period of at least so many windows: what changes within a window is not seen."""
-
 _MAX_NAME = 63
 
 _MODEL_FIELDS = {
@@ -122,7 +119,7 @@ def _common(source: YamlSource, file: DeploymentFile) -> Findings:
     if not counted and not any("prefill" in instance.roles for _, _, instance in _instances(file)):
         yield ("clusters",), "no instance has the role prefill; give it to at least one"
     yield from _policy(file)
-    yield from _periods(source, file)
+    yield from _speed(file)
     yield from check_cluster_dtypes(file)
     if source.gives(("pool",)) and not any(cluster.pool for cluster in file.clusters):
         yield ("pool",), "is about pools, but no cluster has one; give clusters a pool"
@@ -282,13 +279,9 @@ def _policy(file: DeploymentFile) -> Findings:
         )
 
 
-def _periods(source: YamlSource, file: DeploymentFile) -> Findings:
+def _speed(file: DeploymentFile) -> Findings:
     if file.slo.tpot_s is not None and file.slo.tokens_per_s is not None:
         yield ("slo", "tokens_per_s"), "is the inverse of slo.tpot_s; keep one of them"
-    place, control = ("control", "forecast_period_s"), file.control
-    if source.gives(place) and 0 < control.forecast_period_s < LEAST_WINDOWS * control.window_s:
-        least = f"{LEAST_WINDOWS} times control.window_s ({control.window_s:g} s)"
-        yield place, f"must be 0 for no forecast, or at least {least}"
 
 
 def _data_parallel(source: YamlSource, file: DeploymentFile) -> Findings:

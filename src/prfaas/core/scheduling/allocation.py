@@ -120,10 +120,6 @@ class Allocator:
     _agreed: dict[tuple[str, Role], int] = field(default_factory=dict, init=False)
     _last_s: float = field(default=float("-inf"), init=False)
 
-    def lead_s(self, period_s: float, drain_s: float) -> float:
-        """From an evaluation until a role that it is the first to want is there."""
-        return (self.persist - 1) * period_s + drain_s
-
     def decide(self, loads: Sequence[PdLoad], problem: PlanProblem, now_s: float) -> Conversion | None:
         """One evaluation; call it periodically, with the loads since the call before.
 

@@ -17,15 +17,13 @@ from prfaas.core.scheduling.allocation import (
     DrainResult,
     RoleDrain,
 )
-from prfaas.core.scheduling.forecast import Outlook, foresight_of
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.workload import WorkloadError
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
-from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.control.planning_inputs import OUTPUT_AGE_S, LiveFacts
+from prfaas.serving.control.planning_inputs import LiveFacts
 from prfaas.serving.running_deployment import RunningDeployment
 
 logger = logging.getLogger(__name__)
@@ -80,12 +78,6 @@ class RoleChanges:
     def converting(self) -> tuple[str, Role] | None:
         """The instance that drains, and for which role; None if none does."""
         return None if self._current is None else (self._current[0].instance, self._current[0].to_role)
-
-    @property
-    def drain_s(self) -> float:
-        """Duration of the last drain; before the first, the longest that is waited for."""
-        drains = [change.drained_s for change in self.history if change.drained_s is not None]
-        return drains[-1] if drains else DRAIN_LIMIT_S
 
     def begin(self, instance: str, to_role: Role, reason: str) -> bool:
         """Start to convert; False if another conversion is under way, or the instance has that role or has left."""
@@ -205,7 +197,7 @@ class RoleAllocation(Part):
         self._utilisation = utilisation
         self.changes = changes
         self._clock = changes.clock
-        self._outlook = Outlook(window, foresight_of(control.forecast_period_s))
+        self._window = window
         self._allocator = Allocator(cool_down_s=COOL_DOWN_PERIODS * control.allocation_period_s)
         self.paused = False
         """Whether another gateway decides. After a pause the first evaluation comes a period later."""
@@ -233,16 +225,6 @@ class RoleAllocation(Part):
         """The last conversions, and the last evaluation."""
         return {"roles": {"conversions": self.changes.state(now_s), "last_evaluation": self.last}}
 
-    def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
-        """Write the gauges of the last evaluation."""
-        expected = self.last.get("expected")
-        if expected is None:
-            return
-        # What was expected by the other source must not stay.
-        metrics.expected_requests_per_s.clear()
-        source = "forecast" if expected["is_forecast"] else "measured"
-        metrics.expected_requests_per_s.labels(source).set(expected["requests_per_s"])
-
     async def run(self) -> None:
         """Until cancelled."""
         next_s = self._clock() + self._control.allocation_period_s
@@ -266,27 +248,20 @@ class RoleAllocation(Part):
                 for load in loads
             }
         }
-        period_s = self._control.allocation_period_s
-        self._allocator.cool_down_s = COOL_DOWN_PERIODS * period_s
-        expected = self._outlook.expect(
-            self._facts.output_tokens,
-            OUTPUT_AGE_S,
-            now_s,
-            self._allocator.lead_s(period_s, self.changes.drain_s),
-        )
-        if expected is None or self.changes.is_busy:
+        self._allocator.cool_down_s = COOL_DOWN_PERIODS * self._control.allocation_period_s
+        lengths, output_tokens = self._window.lengths(now_s), self._facts.output_tokens
+        if lengths is None or self.changes.is_busy:
             self.last["result"] = "converting" if self.changes.is_busy else "too few requests"
             return
-        means = expected.means
         try:
-            problem = self._facts.problem(expected.lengths, means.output_tokens)
+            problem = self._facts.problem(lengths, output_tokens)
             conversion = await asyncio.to_thread(self._allocator.decide, loads, problem, now_s)
         except (PlanError, WorkloadError) as error:
             self.last["result"] = str(error)
             return
         self.last |= {
             "result": "kept" if conversion is None else "conversion",
-            "expected": asdict(means) | {"is_forecast": expected.is_forecast},
+            "expected": {"uncached_tokens": lengths.mean(), "output_tokens": output_tokens},
         }
         if conversion is not None and self.paused:
             self.last["result"] = "another gateway decides now"
