@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from prfaas.core.planner import make_plan
-from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, TtftDistribution, erlang_c, service_ttft
+from prfaas.core.planner.ttft import PrefillPoolLoad, TtftDistribution, erlang_c, service_ttft
 
 from .problems import paper_problem
 
 
 def pool(instances: int, *pairs: tuple[float, float], smooth: bool = False) -> PrefillPoolLoad:
     seconds, weights = zip(*pairs, strict=True)
-    return PrefillPoolLoad("pool", instances, ServiceTimes.of(np.array(seconds), np.array(weights)), smooth)
+    return PrefillPoolLoad("pool", instances, np.array(seconds), np.array(weights), smooth=smooth)
 
 
 def test_erlang_c_by_hand() -> None:
