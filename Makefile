@@ -128,11 +128,11 @@ test-explore: setup
 fuzz: setup
 	$(BIN)/python bench/fuzz.py --seconds $(or $(SECONDS),600)
 
-# Importing vLLM alone takes each process ten seconds.
+# Importing vLLM takes each process ten seconds, torch three.
 test-fast: setup
 	$(if $(filter-out $(WINGS),$(WING)),$(error WING is one of: $(WINGS)))
 	$(PLAIN) $(if $(WING),tests/$(WING)) --ignore tests/integration --ignore tests/serving/engines/vllm \
-		--ignore tests/bench/test_gpu_workers.py $(FEW) \
+		--ignore tests/bench/test_gpu_workers.py --ignore tests/serving/engines/trained/test_conversion.py $(FEW) \
 		-m "not slow and not extended and not engine and not newcomer and not gemma" $(TEST_ARGS)
 
 # One after the other: each starts processes enough for all cores.

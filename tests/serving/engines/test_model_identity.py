@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from prfaas.serving.engines import model_identity
 from prfaas.serving.engines.model_identity import ModelIdentity
@@ -39,6 +37,9 @@ def test_the_path_and_the_time_do_not_matter(checkpoint: Path, copied: Path) -> 
 
 def trained(directory: Path) -> None:
     """One tensor's values are others: the headers and sizes are the same."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
     file = directory / "model.safetensors"
     tensors = load_file(file)
     name = sorted(tensors)[3]
@@ -47,6 +48,8 @@ def trained(directory: Path) -> None:
 
 
 def renamed(directory: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
     tensors = load_file(directory / "model.safetensors")
     first = min(tensors)
     tensors["x" * len(first)] = tensors.pop(first)
@@ -54,6 +57,8 @@ def renamed(directory: Path) -> None:
 
 
 def split(directory: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
     tensors = load_file(directory / "model.safetensors")
     first = min(tensors)
     save_file({first: tensors.pop(first)}, directory / "more.safetensors")
@@ -108,6 +113,8 @@ def test_a_model_that_is_no_directory_is_its_name_and_revision(tmp_path: Path) -
 
 def shard(directory: Path) -> None:
     """The checkpoint in two files and an index, as large ones are published."""
+    from safetensors.torch import load_file, save_file
+
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     halves = {f"model-0000{part}-of-00002.safetensors": sorted(tensors)[part - 1 :: 2] for part in (1, 2)}
@@ -141,6 +148,9 @@ def test_a_sharded_checkpoint_is_its_files_and_its_index(copied: Path, tmp_path:
 
 def test_quantized_weights_are_other_weights(copied: Path) -> None:
     """Of the same names and shapes: only types and values tell them apart."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
     ours = identity(copied)
     file = copied / "model.safetensors"
     save_file({name: each.to(torch.float8_e4m3fn) for name, each in load_file(file).items()}, file)

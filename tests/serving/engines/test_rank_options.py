@@ -68,6 +68,7 @@ def test_vllm_s_shift_ends_where_nixl_is_looked_for(tmp_path: Path) -> None:
         assert int(given) + rank == instance.nixl_port
 
 
+@pytest.mark.slow("vLLM is imported")
 def test_vllm_s_shift_ends_where_events_are_looked_for(tmp_path: Path) -> None:
     publisher = pytest.importorskip("vllm.distributed.kv_events").ZmqEventPublisher
     made = deployment(tmp_path)
