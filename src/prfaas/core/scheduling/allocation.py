@@ -77,7 +77,7 @@ class PdLoad:
 class Conversion:
     """`instance` of a PD cluster goes to `to_role` once its present work is done, with all ranks of its group.
 
-    Rates are Λ_max of the whole deployment in requests per second, for the expected traffic and the best thresholds.
+    Rates are Λ_max of the whole deployment in requests per second, for the traffic seen and the best thresholds.
     """
 
     cluster: str
@@ -97,7 +97,7 @@ class Allocator:
     """Restores Eq. 7 and 8 (section 3.4.3) where planner and measurements agree on it.
 
     An instance of a PD cluster changes its role if, at `persist` evaluations in a row,
-    - the planner's best roles for the expected traffic have more instances in that role, and Λ_max would rise by
+    - the planner's best roles for the traffic that was seen have more instances in that role, and Λ_max would rise by
       more than `margin` with them, or they are at least two instances away and it would rise at all; the single
       conversion may not lower it;
     - what was measured says the same: the side that gets the instance is the busier one, by `lead` of utilisation
@@ -123,7 +123,7 @@ class Allocator:
     def decide(self, loads: Sequence[PdLoad], problem: PlanProblem, now_s: float) -> Conversion | None:
         """One evaluation; call it periodically, with the loads since the call before.
 
-        `problem`: the deployment now with the traffic that is expected, its PD clusters with as many instances as are
+        `problem`: the deployment now with the traffic that was seen, its PD clusters with as many instances as are
         healthy. PD clusters that it does not have are left alone.
         """
         planned = {pd.name: pd.instances for pd in problem.pd}
