@@ -13,4 +13,4 @@ def with_known_pages(*shims: str) -> dict[str, str]:
     """
     if " amx_tile" in Path("/proc/cpuinfo").read_text():
         shims = (*shims, "without_amx")
-    return with_shims(*shims) if shims else {}
+    return with_shims(*shims)

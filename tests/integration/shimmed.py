@@ -7,6 +7,8 @@ _HERE = Path(__file__).parent
 
 
 def with_shims(*names: str) -> dict[str, str]:
-    """Environment with these folders of the tests on the path, and what they share."""
+    """Environment with these folders of the tests on the path, and what they share; none: as it is."""
+    if not names:
+        return {}
     folders = [str(_HERE / name) for name in (*names, "shims")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH", "")]))}

@@ -5,8 +5,9 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.compare import Equality, compare
 
+from .shimmed import with_shims
 from .stack import (
     ENGINE_ENV,
     LOGITS,
@@ -102,10 +104,10 @@ def write_pooled(
 class Pooled:
     """A pool and engines in front of it, without a gateway."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, env: Mapping[str, str]) -> None:
         self.deployment: Deployment = load_deployment(path)
         self.pools = RunningPools(self.deployment)
-        self.engines = RunningEngines(self.deployment, extra_env=ENGINE_ENV, templates=TEMPLATES)
+        self.engines = RunningEngines(self.deployment, extra_env={**ENGINE_ENV, **env}, templates=TEMPLATES)
 
     def start(self, *names: str) -> None:
         for name in names:
@@ -151,8 +153,9 @@ class Pooled:
 
 
 @contextlib.contextmanager
-def pooled(path: Path) -> Iterator[Pooled]:
-    here = Pooled(path)
+def pooled(path: Path, env: Mapping[str, str] = MappingProxyType({})) -> Iterator[Pooled]:
+    """`env`: over that of engines."""
+    here = Pooled(path, env)
     try:
         with here.pools:
             here.pools.wait_ready()
@@ -177,18 +180,24 @@ OTHER_KINDS = pytest.mark.extended(
 )
 
 
+OF_GPUS = pytest.mark.extended("vLLM's other model runner, which it takes on GPUs, calls the same hooks")
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("model", "shims"),
     [
-        "qwen3-next",
-        "gpt-oss",
-        pytest.param("mimo-v2-flash", marks=OTHER_KINDS),
-        pytest.param("qwen3", marks=OTHER_KINDS),
+        ("qwen3-next", ()),
+        ("gpt-oss", ()),
+        pytest.param("mimo-v2-flash", (), marks=OTHER_KINDS),
+        pytest.param("qwen3", (), marks=OTHER_KINDS),
+        pytest.param("qwen3-next", ("with_triton",), marks=OF_GPUS),
     ],
 )
-def test_a_new_engine_answers_from_the_pool_as_from_its_own_blocks(model: str, tmp_path: Path) -> None:
+def test_a_new_engine_answers_from_the_pool_as_from_its_own_blocks(
+    model: str, shims: tuple[str, ...], tmp_path: Path
+) -> None:
     prompts = [prompt(9000 + seed, tokens) for seed, tokens in enumerate(LENGTHS)]
-    with pooled(write_pooled(tmp_path, model)) as here:
+    with pooled(write_pooled(tmp_path, model), with_shims(*shims)) as here:
         here.start("one")
         for ids in prompts:
             here.ask("one", ids)

@@ -59,9 +59,15 @@ class Unlike:
     model: str
     prefill: Side
     decode: Side
+    is_of_gpus: bool = False
+    """With the model runner that vLLM takes on GPUs."""
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.prefill}-to-{self.decode}"
+        return f"{self.model}-{self.prefill}-to-{self.decode}" + "-runner-of-gpus" * self.is_of_gpus
+
+    @property
+    def shims(self) -> tuple[str, ...]:
+        return (*["with_stages"] * (self.prefill.stages > 1), *["with_triton"] * self.is_of_gpus)
 
     @property
     def is_converted(self) -> bool:
@@ -95,6 +101,8 @@ MORE_CASES = (
     # States set the least size of a block. Those of two ranks are in `make test` where one of them dies.
     Unlike("qwen3-next", Side(2, 256), Side(1, 512)),
     Unlike("qwen3-next", Side(1, 512), Side(2, 256)),
+    Unlike("qwen3", Side(2, 128), Side(1, 32), is_of_gpus=True),
+    Unlike("qwen3-next", Side(1, 512), Side(2, 256), is_of_gpus=True),
 )
 EXTENDED = pytest.mark.extended(
     "each model, number of ranks, dtype and direction is in `make test`: these put them together otherwise"
@@ -129,7 +137,7 @@ def unlike(
                 ports = neighbours(side.ranks * side.stages)
                 instance |= {"pipeline_parallel": side.stages, "kv_port": ports}
     path.write_text(json.dumps(document))
-    stack = Stack(path, with_known_pages(*["with_stages"] * (case.prefill.stages > 1)))
+    stack = Stack(path, with_known_pages(*case.shims))
     ensure_model(stack.deployment)
     with stack:
         # A first transfer waits two seconds for engines to meet. On a machine that starves they need longer, and the

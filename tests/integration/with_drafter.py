@@ -74,7 +74,8 @@ def write_drafting(
     """One engine that prefills elsewhere and one that decodes, with so many drafts each, and their environment.
 
     The tiny Qwen3 drafts for itself, as a draft model; others have a layer for it. An engine that drafts takes no
-    processors of logits, so only one that does not can be made to say what another has said.
+    processors of logits (but with the model runner of GPUs), so only one that does not can be made to say what another
+    has said.
 
     `told`: a folder for what they draft, see `ToldDrafts`.
     """
@@ -96,9 +97,6 @@ def write_drafting(
     if model == "qwen3-next":
         # Hybrids draft with kernels of Triton only.
         shims.append("with_triton")
-        if not prefill or not decode:
-            # The runner that takes our processor of logits.
-            env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     for cluster, count in zip(document["clusters"], (prefill, decode), strict=True):
         option = json.dumps(drafts | {"num_speculative_tokens": count})
         cluster["extra_args"] = ["--speculative-config", option] if count else plain_args

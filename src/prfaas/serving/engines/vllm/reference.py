@@ -11,21 +11,35 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as RowLogitsProcessor
 
 if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 LOGITS_PROCESSOR = "prfaas.serving.engines.vllm.reference:ForcedFirstTokens"
 FORCED_TOKENS_ARG = "forced_first_tokens"
 
 
-class ForcedFirstTokens(AdapterLogitsProcessor):
+class ForcedFirstTokens(AdapterLogitsProcessor, RowLogitsProcessor):
     """The first output tokens are those in `vllm_xargs["forced_first_tokens"]` (a list of ids), if it is given.
+
+    It is a processor of both model runners, since vLLM chooses the runner: the one of engines without Triton asks it
+    for each request (`new_req_logits_processor`), the one of GPUs for each row of a batch (`add_request`, `apply`).
 
     Logprobs stay the model's own: vLLM takes them from the logits before processors run (`logprobs_mode`
     raw_logprobs, its default, or raw_logits), also those of the forced tokens.
     """
+
+    def __init__(self, vllm_config: "VllmConfig", *of_runner: Any) -> None:
+        """`of_runner`: device and whether memory is pinned; of the runner of GPUs its requests' state instead."""
+        self._forced: dict[int, Sequence[int]] = {}
+        if len(of_runner) == 1:
+            (self._requests,) = of_runner
+        else:
+            super().__init__(vllm_config, *of_runner)
 
     @classmethod
     def validate_params(cls, sampling_params: "SamplingParams") -> None:
@@ -52,6 +66,28 @@ class ForcedFirstTokens(AdapterLogitsProcessor):
             return logits
 
         return force
+
+    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
+        """A request takes a slot; True: its logits are changed."""
+        self._forced[req_idx] = _forced_tokens(sampling_params.extra_args)
+        return bool(self._forced[req_idx])
+
+    def apply(self, logits: "torch.Tensor", ctx: "LogitsContext | None" = None) -> "torch.Tensor":
+        """Change logits (rows, vocabulary) in place. `ctx`: of the runner of GPUs, whose rows are slots' positions."""
+        if ctx is None:
+            changed: torch.Tensor = super().apply(logits)
+            return changed
+        if any(self._forced[slot] for slot in ctx.idx_mapping_np.tolist()):
+            for row, slot, position in zip(
+                logits, ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist(), strict=True
+            ):
+                forced = self._forced[slot]
+                nth = position + 1 - int(self._requests.prompt_len.np[slot])
+                # Before 0 are the ends of a prompt's chunks: what is sampled there is dropped.
+                if 0 <= nth < len(forced):
+                    row.fill_(float("-inf"))
+                    row[forced[nth]] = 0.0
+        return logits
 
 
 def _forced_tokens(extra_args: dict[str, Any] | None) -> Sequence[int]:
