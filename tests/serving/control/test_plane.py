@@ -527,7 +527,7 @@ def test_what_roles_were_chosen_for_is_told(planes: Planes) -> None:
 
     told = json.loads(json.dumps(asyncio.run(main())["roles"]["last_evaluation"], allow_nan=False))
     assert told["result"] == "kept"
-    assert told["expected"] == {"uncached_tokens": 3000.0, "output_tokens": 512.0}
+    assert told["traffic"] == {"uncached_tokens": 3000.0, "output_tokens": 512.0}
 
 
 def test_labels_are_bounded(planes: Planes) -> None:

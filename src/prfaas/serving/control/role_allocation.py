@@ -261,7 +261,7 @@ class RoleAllocation(Part):
             return
         self.last |= {
             "result": "kept" if conversion is None else "conversion",
-            "expected": {"uncached_tokens": lengths.mean(), "output_tokens": output_tokens},
+            "traffic": {"uncached_tokens": lengths.mean(), "output_tokens": output_tokens},
         }
         if conversion is not None and self.paused:
             self.last["result"] = "another gateway decides now"
