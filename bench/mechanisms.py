@@ -26,10 +26,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from prfaas.core.deployment import ControlConfig, PlannedDeployment, load_planned
+from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.deployment.planned import EmpiricalLengths
 from prfaas.core.planner import best_operation, problem_of
-from prfaas.core.scheduling.forecast import ExpectedTraffic, Outlook
 from prfaas.core.scheduling.rebalancing import Rebalancer
 from prfaas.core.units import GIB
 from prfaas.core.workload import Empirical, fixed, read_requests
@@ -72,24 +71,10 @@ class MechanismRun(Run):
         return Run.numbers(self, result) | moves
 
 
-def _by_throughput(self: Outlook, *given: float) -> ExpectedTraffic | None:
-    """Roles by throughput alone: that is what they are chosen by where no rate is known."""
-    expected = _EXPECT(self, *given)
-    if expected is None:
-        return None
-    return replace(expected, means=replace(expected.means, requests_per_s=0.0))
-
-
-_EXPECT = Outlook.expect
-
-
 @contextmanager
 def _taken_away(name: str) -> Iterator[None]:
     if name == "hot copies":
         with mock.patch.object(Rebalancer, "decide", lambda *_: ()):
-            yield
-    elif name == "roles by TTFT":
-        with mock.patch.object(Outlook, "expect", _by_throughput):
             yield
     else:
         yield
@@ -121,10 +106,6 @@ MECHANISMS: Mapping[str, Change] = {
     "order": _param("tilted", fairness=1.0),
     "threshold search": lambda run: replace(run, adapts=False),
     "role changes": lambda run: replace(run, allocation=False),
-    "roles by TTFT": lambda run: replace(run, without="roles by TTFT"),
-    "forecast": lambda run: (
-        replace(run, control=replace(run.control, forecast_period_s=0.0)) if "day" in run.key else None
-    ),
     "others' caches": _own_caches,
     "hot copies": lambda run: replace(run, without="hot copies") if run.pools else None,
 }
@@ -193,7 +174,7 @@ def _wrong_roles(context: StudyContext, prefill: int, load: float) -> Callable[[
 
 
 def _day(context: StudyContext) -> Callable[[int, int], MechanismRun]:
-    """A whole day to learn from, then one that counts."""
+    """A day and a quarter to settle, then one that counts."""
     plan = day_plan(context, LOAD)
 
     def run(_requests: int, seed: int) -> MechanismRun:
@@ -207,7 +188,6 @@ def _day(context: StudyContext) -> Callable[[int, int], MechanismRun]:
             warmup_share=1.25 / 2.25,
             roles={context.pd: plan.mean_prefill},
             threshold_tokens=plan.threshold_tokens,
-            control=ControlConfig(forecast_period_s=DAY_S),
         )
 
     return run
@@ -249,7 +229,7 @@ def situations() -> dict[str, Situation]:
         "templates": Situation("three lengths of prompts", _plain(templates, LOAD)),
         "large": Situation("four times paper.yaml", _plain(times(paper, 4), LOAD)),
         "longer": Situation("prompts 15 % longer than planned for", _longer(context)),
-        "day": Situation("the day after a whole one", _day(context)),
+        "day": Situation("a day whose mix changes, after another", _day(context)),
         "trace": Situation("a trace behind caches", _recorded(context, has_pools=False)),
         "pools": Situation("the same with pools of 64 GiB", _recorded(context, has_pools=True)),
         "multi": Situation("multi.yaml at 0.85", _plain(multi, 0.85)),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from prfaas.core.planner import PlanProblem, best_operation
-from prfaas.core.scheduling.forecast import SeenTraffic, TrafficMeans
 from prfaas.core.workload import Empirical, LengthDistribution, TruncatedLogNormal, Workload, fixed
 from prfaas.core.workload.arrivals import DAY_S as REAL_DAY_S
 from prfaas.core.workload.arrivals import Arrivals, Diurnal, FloatArray, Mmpp, Phase, Poisson
@@ -136,26 +135,6 @@ class DayOfMixes(Traffic):
             empty = np.zeros(0, dtype=np.int64)
             starts = np.zeros(len(one) + 1, dtype=np.int64)
             yield RequestChunk(one.arrival_s, inputs, outputs, empty, starts, block_tokens=one.block_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class KnownDay:
-    """The foresight of one who knows a day's traffic: what no forecast can be better than."""
-
-    day: DayOfMixes
-
-    def learn(self, seen: SeenTraffic, requests: float) -> None:
-        """Nothing: all is known."""
-
-    def ahead(self, seen: SeenTraffic, at_s: float) -> TrafficMeans:  # noqa: ARG002
-        """See `Foresight`."""
-        day = self.day
-        share = float(noon_share(at_s / day.day_s))
-        return TrafficMeans(
-            day.rate_per_s,
-            day.night.mean() * (1 - share) + day.noon.mean() * share,
-            day.night_output_tokens * (1 - share) + day.noon_output_tokens * share,
-        )
 
 
 @dataclass(frozen=True, slots=True)

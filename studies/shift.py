@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prfaas.core.deployment import ControlConfig
 from prfaas.core.planner import OperatingPoint, PlanProblem, best_operation
 from prfaas.core.planner.two_clusters import evaluate
 from prfaas.core.workload import Empirical, Workload
@@ -28,7 +27,6 @@ from studies._traffic import (
     NOON_ANSWERS,
     NOON_PROMPTS,
     DayPlan,
-    KnownDay,
     day_plan,
     stretched,
 )
@@ -52,12 +50,6 @@ _VARIANTS = (
 )
 _STATIC = _VARIANTS[0]
 NEW, OLD = "new", "old"
-
-REACTING, FORECASTING, KNOWING = "what was seen", "a forecast", "what will come"
-_SIGHTED = (PAPER,)
-_SIGHTS = (REACTING, FORECASTING, KNOWING)
-# A day to learn from and a quarter to settle, then one that counts.
-_LEARNT_DAYS, _DAYS = 1.25, 2.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,30 +112,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
                         course_parts=0,
                     )
                 )
-    return [*runs, *_sight_runs(context, day)]
-
-
-def _sight_runs(context: StudyContext, day: DayPlan) -> list[Run]:
-    """The same days, with roles by what was seen, by a forecast, and by what the day will be."""
-    return [
-        Run(
-            ("sight", variant.label, sight, seed),
-            context.planned,
-            day.traffic,
-            0,
-            seed,
-            policy=variant.policy,
-            roles={context.pd: day.mean_prefill},
-            threshold_tokens=day.threshold_tokens,
-            control=ControlConfig(forecast_period_s=DAY_S if sight == FORECASTING else 0.0),
-            foresight=KnownDay(day.traffic) if sight == KNOWING else None,
-            duration_s=(0.1 if context.is_quick else 1.0) * _DAYS * DAY_S,
-            warmup_share=_LEARNT_DAYS / _DAYS,
-        )
-        for variant in _SIGHTED
-        for sight in _SIGHTS
-        for seed in context.seeds()
-    ]
+    return runs
 
 
 def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
@@ -184,16 +153,12 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             f"answers, between them it is a mix by a cosine. The rate is {_DAY_LOAD:g} of what the best "
             "roles of the worst "
             f"hour can carry ({day.rate_rps:.3g} req/s); roles and threshold start as planned for the mean mix. "
-            f"{context.requests(_REQUESTS):,} longer prompts. "
-            "*The day after a whole one*: the same day comes again and again; what was learnt of "
-            f"the first {_LEARNT_DAYS:g} days is a forecast for the next, which counts. *What will come* is the day "
-            "itself, which no forecast can be better than."
+            f"{context.requests(_REQUESTS):,} longer prompts."
         ),
         findings=[
             _capacities(context, grown),
             *(_stable_sentence(titles[which], verdicts[which]) for which in (NEW, OLD)),
             *_day_sentences(day, {each.label: runs("day", each) for each in _VARIANTS}),
-            *(_sight_sentence(context, outcomes, each) for each in _SIGHTED),
         ],
         tables={
             "TTFT in seconds, mean (P90)": StudyTable(
@@ -215,10 +180,6 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                     ]
                     for each in _VARIANTS
                 ],
-            ),
-            "The day after a whole one, by what roles are chosen: TTFT in seconds": StudyTable(
-                ["", "roles by", "mean", "P90", "P99", "P99.9", "changes of roles"],
-                [_sight_row(context, outcomes, variant, sight) for variant in _SIGHTED for sight in _SIGHTS],
             ),
             TAIL_TITLE: tail_table(
                 "traffic, variant",
@@ -306,38 +267,6 @@ def _day_sentences(day: DayPlan, found: Mapping[str, Repeats]) -> list[str]:
         f"`{best}` ({found[best].mean().seconds} s).",
         f"The slow side changes the mean TTFT of `paper` over the day by {whole.against(without)}.",
     ]
-
-
-def _sights(context: StudyContext, outcomes: Outcomes, variant: Variant, sight: str) -> Repeats:
-    return Repeats.seeded(outcomes, context.seeds(), "sight", variant.label, sight)
-
-
-def _sight_row(context: StudyContext, outcomes: Outcomes, variant: Variant, sight: str) -> list[str]:
-    found = _sights(context, outcomes, variant, sight)
-    fields = ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "ttft_p999_s")
-    since_s = _LEARNT_DAYS * DAY_S
-    moves = [
-        float(sum(each["at_s"] >= since_s for each in outcome.numbers["conversions"]))
-        for outcome in found.outcomes
-    ]
-    return [
-        variant.label,
-        sight,
-        *(found.mean(field).seconds for field in fields),
-        seed_mean(moves).text(1),
-    ]
-
-
-def _sight_sentence(context: StudyContext, outcomes: Outcomes, variant: Variant) -> str:
-    reacting, forecasting, knowing = (_sights(context, outcomes, variant, each) for each in _SIGHTS)
-    mean, p90, p99 = (
-        forecasting.against(reacting, field) for field in ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s")
-    )
-    return (
-        f"With `{variant.label}` roles by a forecast in place of what was seen change the mean TTFT of the next day "
-        f"by {mean}, its P90 by {p90} and its P99 by {p99}; to know the day would change the mean by "
-        f"{knowing.against(reacting)}."
-    )
 
 
 def _figure(context: StudyContext, outcomes: Outcomes) -> StudyFigure:

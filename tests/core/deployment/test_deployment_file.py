@@ -318,9 +318,9 @@ BAD = {
         GOOD + "control: {silence_s: 0}\n",
         "40: control.silence_s: must be greater than 0",
     ),
-    "a day within a window": (
+    "a period to expect traffic by": (
         GOOD + "control: {window_s: 300, forecast_period_s: 600}\n",
-        "40: control.forecast_period_s: must be 0 for no forecast, or at least 10 times control.window_s (300 s)",
+        '40: control.forecast_period_s: is no known field; did you mean "allocation_period_s"?',
     ),
     "ranks beyond the last port": (
         replaced("kv_port: 8200", "kv_port: 65533"),
@@ -637,7 +637,6 @@ def test_logs_of_engines(tmp_path: Path) -> None:
 def test_how_long_engines_are_waited_for(tmp_path: Path) -> None:
     default = load(tmp_path, GOOD)
     assert (default.control.silence_s, default.control.stall_s) == (2.5, 60.0)
-    assert default.control.forecast_period_s == 86_400.0
     assert (default.gateway.first_byte_s, default.gateway.idle_s) == (1800.0, 600.0)
     text = "control: {silence_s: 4, stall_s: 90}\ngateway: {first_byte_s: 60, idle_s: 20}\n"
     patient = load(tmp_path, GOOD + text)

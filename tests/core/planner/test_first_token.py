@@ -13,7 +13,6 @@ from prfaas.core.planner.problem import TtftTarget, all_paths
 from prfaas.core.planner.ttft import (
     DecodeQueue,
     PrefillPoolLoad,
-    ServiceTimes,
     TtftDistribution,
     Wait,
     link_time,
@@ -100,7 +99,7 @@ def test_a_target_over_a_narrow_link_is_kept_at_a_higher_rate(seconds: float, st
 
 
 def test_a_token_of_the_prefill_waits_for_no_slot_but_full_slots_are_full() -> None:
-    pool = PrefillPoolLoad("home", 4, ServiceTimes.of(np.array([1.0]), np.array([1.0])), False)
+    pool = PrefillPoolLoad("home", 4, np.array([1.0]), np.array([1.0]), smooth=False)
     decode = (DecodeQueue(1.0, 0.9, Wait(0.8, 20.0)),)
     alone, soon = TtftDistribution((pool,), 1.0), TtftDistribution((pool,), 1.0, decode, "prefill")
     assert (soon.mean_s(), soon.at_most(2.0)) == (alone.mean_s(), alone.at_most(2.0))

@@ -6,14 +6,21 @@ import numpy as np
 import pytest
 
 from prfaas.core.planner import make_plan
-from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, TtftDistribution, erlang_c, service_ttft
+from prfaas.core.planner.ttft import (
+    PrefillPoolLoad,
+    StageWork,
+    TtftDistribution,
+    decode_queues,
+    erlang_c,
+    service_ttft,
+)
 
 from .problems import paper_problem
 
 
 def pool(instances: int, *pairs: tuple[float, float], smooth: bool = False) -> PrefillPoolLoad:
     seconds, weights = zip(*pairs, strict=True)
-    return PrefillPoolLoad("pool", instances, ServiceTimes.of(np.array(seconds), np.array(weights)), smooth)
+    return PrefillPoolLoad("pool", instances, np.array(seconds), np.array(weights), smooth=smooth)
 
 
 def test_erlang_c_by_hand() -> None:
@@ -21,6 +28,21 @@ def test_erlang_c_by_hand() -> None:
     # Two servers at 1 Erlang: (1/2! × 2/(2-1)) / (1 + 1 + 1) = 1/3.
     assert erlang_c(2, 1.0) == pytest.approx(1 / 3)
     assert erlang_c(500, 450.0) < 0.02
+
+
+def test_decode_slots_by_hand() -> None:
+    """Five instances of 20 slots are M/M/100. The cluster decodes half of the requests."""
+    problem, work = paper_problem(), StageWork((), {}, {"home": 0.5})
+    answer_s, rate = 1024 * 0.025, 6.0
+    (queue,) = decode_queues(problem, {"home": 3}, work, rate)
+    offered = rate / 2 * answer_s
+    assert (queue.part, queue.utilisation) == (0.5, pytest.approx(offered / 100))
+    assert queue.wait.chance == pytest.approx(erlang_c(100, offered))
+    assert queue.wait.mean_s == pytest.approx(answer_s / (100 - offered))
+    (none,) = decode_queues(problem, {"home": 8}, work, rate)
+    (full,) = decode_queues(problem, {"home": 3}, work, 2 * 100 / answer_s)
+    assert none.utilisation == np.inf and full.utilisation >= 1
+    assert decode_queues(problem, {"home": 3}, StageWork((), {}, {"home": 0.0}), rate) == ()
 
 
 def test_service_times_are_those_of_the_mixture() -> None:

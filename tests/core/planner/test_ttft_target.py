@@ -14,7 +14,6 @@ from prfaas.core.planner.problem import all_paths
 from prfaas.core.planner.ttft import (
     DecodeQueue,
     PrefillPoolLoad,
-    ServiceTimes,
     TtftDistribution,
     Wait,
     joined,
@@ -217,7 +216,7 @@ def test_a_fuller_link_takes_longer() -> None:
     assert found.busy_s[0] == pytest.approx(alone_s)
     assert found.added_s(np.array([1.0]), 0.5 / alone_s)[0] == pytest.approx(2 * alone_s)
     assert joined([None, found], [2, 1]).late_s.tolist() == pytest.approx([0, 0, alone_s])  # type: ignore[union-attr]
-    pool = PrefillPoolLoad("east", 9, ServiceTimes.of(np.array([1.0]), np.array([1.0])), False, found)
+    pool = PrefillPoolLoad("east", 9, np.array([1.0]), np.array([1.0]), smooth=False, link=found)
     full = TtftDistribution((pool,), 1.01 / alone_s)
     assert not full.is_finite and full.mean_s() == math.inf and full.at_most(1e9) == 0
 
@@ -225,7 +224,7 @@ def test_a_fuller_link_takes_longer() -> None:
 def test_both_waits_add_up() -> None:
     """P(X + Y <= t) of a prefill that always waits and a decode slot that always is waited for, by sampling."""
     rng = np.random.default_rng(1)
-    pool = PrefillPoolLoad("home", 1, ServiceTimes.of(np.array([1.0]), np.array([1.0])), False)
+    pool = PrefillPoolLoad("home", 1, np.array([1.0]), np.array([1.0]), smooth=False)
     decode = (DecodeQueue(1.0, 0.5, Wait(0.4, 3.0)),)
     found = TtftDistribution((pool,), 0.5, decode)
     # M/D/1 half full: half of all wait, 1 s on average.
@@ -240,7 +239,7 @@ def test_both_waits_add_up() -> None:
 
 
 def test_full_decode_slots_have_no_estimate() -> None:
-    pool = PrefillPoolLoad("home", 4, ServiceTimes.of(np.array([0.1]), np.array([1.0])), False)
+    pool = PrefillPoolLoad("home", 4, np.array([0.1]), np.array([1.0]), smooth=False)
     full = TtftDistribution((pool,), 0.5, (DecodeQueue(1.0, math.inf, Wait(0.0, 0.0)),))
     assert not full.is_finite and full.busiest_utilisation == math.inf
 

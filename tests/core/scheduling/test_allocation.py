@@ -1,7 +1,5 @@
-"""Conversions of PD instances: to shorter TTFTs or the planner's optimum, one at a time, and not for noise."""
+"""Conversions of PD instances: to the planner's optimum, one at a time, and not for noise."""
 
-import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem, best_operation
 from prfaas.core.planner.fixed_roles import rate_with_roles
-from prfaas.core.planner.role_latency import QueueingModel, latency_with_roles
 from prfaas.core.scheduling.allocation import (
     Allocator,
     Conversion,
@@ -21,7 +18,6 @@ from prfaas.core.scheduling.allocation import (
     StageLoad,
 )
 from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
-from prfaas.core.scheduling.role_choice import ExpectedLoad
 from prfaas.core.workload import LengthDistribution
 
 from . import case_study
@@ -293,204 +289,3 @@ def test_whatever_is_measured_capacity_is_never_overcommitted(
         assert conversion.rate_best >= conversion.rate_before
         board[index] = replace(taken, prefills=not taken.prefills, decodes=not taken.decodes)
         assert any(i.prefills and i.healthy for i in board) and any(i.decodes and i.healthy for i in board)
-
-
-def expects(rate_per_s: float, **queues: object) -> ExpectedLoad:
-    return ExpectedLoad(rate_per_s, QueueingModel(**queues))  # type: ignore[arg-type]
-
-
-CALM = StageLoad(0.6)
-# The case study carries 3.2 requests per second with 3 + 5, by E[T(L)]; answers are all as long.
-AT_90 = expects(2.93, answer_variation=0.0)
-
-
-def decisions(
-    allocator: Allocator, loads: PdLoad, problem: PlanProblem, expected: ExpectedLoad, times: int = 3
-) -> list[Conversion | None]:
-    return [allocator.decide([loads], problem, 60.0 * i, expected) for i in range(times)]
-
-
-def predicted_ttfts(conversion: Conversion) -> tuple[float, float]:
-    """With the best roles and with the present ones, as the reason tells operators."""
-    found = re.match(r"mean TTFT (\S+) s in place of (\S+) s at", conversion.reason)
-    assert found is not None
-    return float(found[1]), float(found[2])
-
-
-def first(
-    allocator: Allocator, loads: PdLoad, problem: PlanProblem, expected: ExpectedLoad, start_s: float = 0.0
-) -> Conversion | None:
-    """The first conversion within an hour and a half."""
-    for i in range(90):
-        found = allocator.decide([loads], problem, start_s + 60.0 * i, expected)
-        if found is not None:
-            return found
-    return None
-
-
-def test_below_capacity_the_shorter_ttft_decides() -> None:
-    """3 + 5 carries most; first come, first served, 4 + 4 waits less at 0.9 of it."""
-    allocator = Allocator()
-    conversion = first(allocator, load(3, CALM, CALM), problem_of(), AT_90)
-    # A tenth is worth a drain only where it lasts.
-    assert conversion is not None
-    assert (conversion.to_role, conversion.instance) == ("prefill", "home7")
-    assert conversion.rate_after < conversion.rate_before
-    best_s, before_s = predicted_ttfts(conversion)
-    assert best_s < 0.9 * before_s
-    assert "2.93 req/s (measured): 3 prefill, best 4" in conversion.reason
-    outlook = allocator.outlook
-    assert outlook is not None and outlook.best is not None and outlook.now is not None
-    assert (outlook.aim, outlook.now.prefill, outlook.best.prefill) == ("latency", {"home": 3}, {"home": 4})
-
-
-def test_short_prefills_first_wait_less_and_need_no_fourth() -> None:
-    expected = expects(2.93, answer_variation=0.0, is_shortest_first=True)
-    assert first(Allocator(), load(3, CALM, CALM), problem_of(), expected) is None
-
-
-def test_where_nothing_waits_nothing_moves() -> None:
-    """At a third of the capacity the best roles are hardly better: a drain is not worth it, nor what it gives up."""
-    for n_prefill in (2, 3):
-        allocator = Allocator()
-        found = decisions(allocator, load(n_prefill, IDLE, IDLE), problem_of(), expects(1.0), 40)
-        assert found == [None] * 40
-        outlook = allocator.outlook
-        assert outlook is not None and outlook.aim == "latency" and outlook.best is not None
-        # With one instance TTFTs are shorter still, since more goes to the faster cluster, but it carries a fifth less.
-        assert outlook.best.prefill["home"] > 1
-
-
-def test_roles_that_cannot_carry_it_change_before_anything_is_full() -> None:
-    """What is measured is calm: more is foreseen than 7 + 1 can decode."""
-    expected = replace(expects(1.5), is_forecast=True)
-    (*_, found) = decisions(Allocator(), load(7, StageLoad(0.3), CALM), problem_of(), expected)
-    assert found is not None and found.to_role == "decode"
-    best_s, before_s = predicted_ttfts(found)
-    assert before_s > 9 * best_s and "(forecast)" in found.reason
-
-
-@pytest.mark.parametrize("rate", [3.2, 3.5, 9.0])
-def test_above_the_margin_throughput_decides(rate: float) -> None:
-    """Then both the planner and what is measured have to say so, as without any prediction."""
-    problem = problem_of()
-    allocator = Allocator()
-    assert decisions(allocator, load(4, CALM, CALM), problem, expects(rate), 5) == [None] * 5
-    assert allocator.outlook is not None and allocator.outlook.aim == "throughput"
-    (*_, found) = decisions(Allocator(), load(6, IDLE, BUSY), problem, expects(rate))
-    assert found is not None and found.to_role == "decode" and "TTFT" not in found.reason
-
-
-def test_a_full_side_gives_nothing_away() -> None:
-    """Whatever is predicted: where decode is full by what is measured, no decode instance goes."""
-    assert first(Allocator(), load(3, CALM, StageLoad(0.97, 10)), problem_of(), AT_90) is None
-    assert first(Allocator(), load(7, StageLoad(1.0, 30), CALM), problem_of(), expects(1.5)) is None
-
-
-def test_taking_back_needs_more() -> None:
-    """What is a reason to go from 4 + 4 to 3 + 5 is none for who has just come from there."""
-    problem = problem_of()
-    back = expects(2.95, answer_variation=0.2, is_shortest_first=True)
-    three, four = (latency_with_roles(problem, {"home": n}, 2.95, back.queues) for n in (3, 4))
-    assert four.utilisation <= 0.95 and 0.75 < three.ttft_s / four.ttft_s < 0.9
-    found = first(Allocator(), load(4, CALM, CALM), problem, back)
-    assert found is not None and found.to_role == "decode"
-    allocator = Allocator()
-    assert first(allocator, load(3, CALM, CALM), problem, AT_90) is not None
-    assert first(allocator, load(4, CALM, CALM), problem, back, 6000.0) is None
-    # Much better is reason enough.
-    over = expects(3.05, answer_variation=0.5, is_shortest_first=True)
-    found = first(allocator, load(4, CALM, CALM), problem, over, 12_000.0)
-    assert found is not None and found.to_role == "decode"
-
-
-def test_one_sample_decides_nothing_and_an_overload_at_once() -> None:
-    """Predictions are averaged, but roles that cannot carry the traffic are left within `persist` evaluations."""
-    problem, allocator = problem_of(), Allocator()
-    calm, wild = expects(1.6, answer_variation=0.0), expects(2.93, answer_variation=0.0)
-    for i in range(60):
-        assert allocator.decide([load(3, CALM, CALM)], problem, 60.0 * i, wild if i % 8 < 3 else calm) is None
-    short = problem_of(output_tokens=3000)
-    last = [allocator.decide([load(3, CALM, CALM)], short, 3600.0 + 60 * i, expects(1.5)) for i in range(3)]
-    assert last[2] is not None and last[2].to_role == "decode"
-
-
-@pytest.mark.slow("hundreds of evaluations")
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("load_share", [0.6, 0.8, 0.9])
-def test_at_a_constant_load_it_does_not_flap(load_share: float, seed: int) -> None:
-    """Six hours; every evaluation sees another sample of 1,500 lengths and a rate off by 3 %."""
-    rng = np.random.default_rng(seed)
-    count, allocator = 3, Allocator()
-    moves: list[str] = []
-    for i in range(360):
-        rate = load_share * 3.26 * (1 + 0.03 * rng.standard_normal())
-        problem = problem_of(observed(rng, 1500))
-        used = StageLoad(min(0.9, load_share + 0.03 * rng.standard_normal()))
-        found = allocator.decide([load(count, used, used)], problem, 60.0 * i, expects(rate))
-        if found is not None:
-            count += 1 if found.to_role == "prefill" else -1
-            moves.append(found.to_role)
-    assert len(moves) <= 2 and len(set(moves)) <= 1
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(
-        st.tuples(st.booleans(), st.booleans(), st.booleans(), st.integers(0, 3)), min_size=1, max_size=10
-    ),
-    st.lists(st.tuples(stages, stages, st.floats(0, 6), st.booleans()), min_size=1, max_size=12),
-    st.sampled_from([200, 1024, 4000]),
-)
-def test_whatever_is_expected_each_role_keeps_an_instance(
-    instances: list[tuple[bool, bool, bool, int]],
-    seen: list[tuple[StageLoad, StageLoad, float, bool]],
-    output_tokens: int,
-) -> None:
-    """Only healthy ones go, one at a time, never while one drains, and never to longer TTFTs."""
-    board = [
-        PdInstance(f"home{i}", prefills, not prefills, healthy, draining and healthy, busy)
-        for i, (prefills, healthy, draining, busy) in enumerate(instances)
-    ]
-    allocator, last = Allocator(persist=1, cool_down_s=90), -1000.0
-    for i, (prefill, decode, rate, is_short) in enumerate(seen):
-        healthy = [instance for instance in board if instance.healthy]
-        problem = problem_of(SAMPLE, pd=max(len(healthy), 1), output_tokens=output_tokens)
-        loads, expected = (
-            PdLoad("home", tuple(board), prefill, decode),
-            expects(rate, is_shortest_first=is_short),
-        )
-        conversion = allocator.decide([loads], problem, 60.0 * i, expected)
-        if conversion is None:
-            continue
-        assert 60 * i - last >= 90
-        assert not any(instance.draining for instance in board)
-        last = 60.0 * i
-        (index,) = (k for k, instance in enumerate(board) if instance.name == conversion.instance)
-        taken = board[index]
-        assert taken.healthy and taken.prefills is not (conversion.to_role == "prefill")
-        if "TTFT" in conversion.reason:
-            best_s, before_s = predicted_ttfts(conversion)
-            outlook = allocator.outlook
-            assert outlook is not None and outlook.now is not None
-            assert best_s < before_s or outlook.now.utilisation > allocator.limit
-        board[index] = replace(taken, prefills=not taken.prefills, decodes=not taken.decodes)
-        assert any(i.prefills and i.healthy for i in board) and any(i.decodes and i.healthy for i in board)
-
-
-@pytest.mark.slow("a property over many random systems")
-def test_several_pd_clusters_for_latency() -> None:
-    """Each evaluation looks one instance around; the TTFT only falls, and both clusters end with both roles."""
-    problem = several()
-    fluid = Fluid(problem, {"home": 6, "away": 2}, 1.0, noise=0.01)
-    allocator, found = Allocator(persist=1), []
-    for i in range(12):
-        conversion = allocator.decide(fluid.step(60), problem, 600.0 * i, expects(2.2))
-        if conversion is not None:
-            fluid.convert(conversion)
-            assert allocator.outlook is not None and allocator.outlook.now is not None
-            found.append(allocator.outlook.now.ttft_s)
-    assert found == sorted(found, reverse=True)
-    assert all(1 <= fluid.prefill[pd.name] < pd.instances for pd in problem.pd)
-    last = latency_with_roles(problem, fluid.prefill, 2.2, QueueingModel())
-    assert last.ttft_s < math.inf and last.utilisation <= 0.95

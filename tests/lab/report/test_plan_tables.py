@@ -79,7 +79,6 @@ PLAN = Plan(
     ),
     cost=Cost(96.0, 0.38, 1.2, 8_200.0, 0.0),
     ttft_estimate=TtftEstimate("estimate", 0.7, 2.28, 2.8, 4.9, 0.7),
-    verdict="Balanced: fine.",
 )
 
 
@@ -100,7 +99,11 @@ def row(lines: list[str], start: str) -> list[str]:
 
 
 def test_the_verdict_comes_first(deployment: PlannedDeployment) -> None:
-    assert printed(deployment, PLAN)[0] == "Balanced: fine."
+    first, second, *_ = printed(deployment, PLAN)
+    assert first.startswith(
+        "Prefill-bound: 3.26 requests/s, limited by east prefill; link a->b is 12% full. Worth it"
+    )
+    assert f"{first} {second}" == PLAN.verdict
 
 
 def test_a_plan(deployment: PlannedDeployment) -> None:
@@ -221,7 +224,8 @@ def test_the_fleet_you_have_and_a_target_have_their_places(deployment: PlannedDe
         rate_within_target=2.9,
     )
     lines = printed(deployment, plan)
-    assert "paper: internal-1t" in lines[2] and "fleet you have" in lines[3]
+    _, title, head, *_ = [lines[place] for place in range(lines.index("") - 1, len(lines)) if lines[place]]
+    assert "paper: internal-1t" in title and "fleet you have" in head
     assert row(lines, "  queued, 70% of each")[:10] == [
         "2.8",
         "s",

@@ -13,7 +13,6 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.planner.two_clusters import best_threshold
 from prfaas.core.scheduling import Decision
 from prfaas.core.scheduling.length_window import LengthWindow
-from prfaas.core.scheduling.policy import is_shortest_first
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.engine_reading import read_exposition
@@ -23,7 +22,6 @@ from prfaas.serving.control.planning_inputs import (
     LiveFacts,
     decode_slots,
     kv_model_of,
-    policy_of,
     prefill_curves,
 )
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChanges, stage_utilisation
@@ -62,7 +60,6 @@ class Slow:
             self.usage,
             self.window,
             self.roles,
-            shortest_first=lambda: is_shortest_first(policy_of(deployment), self.cluster_state.view),
         )
 
     @property
@@ -224,7 +221,7 @@ def test_roles_are_converted_when_the_measurements_agree(tmp_path: Path, clock: 
             clock.now_s += 60
         asyncio.run(slow.allocating.evaluate())
     (change,) = slow.roles.history
-    assert slow.allocating.last["predicted"] is not None and slow.allocating.last["reason"] == change.reason
+    assert slow.allocating.last["reason"] == change.reason == "prefill is the limit: 2 prefill, best 3"
     assert (change.to_role, change.instance, change.outcome) == ("prefill", "home-d0", "draining")
     assert slow.cluster_state.instance("home-d0").draining
     # Planned for with the role that it is going to have.

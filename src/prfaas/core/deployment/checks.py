@@ -30,9 +30,6 @@ from prfaas.core.deployment.types import (
 from prfaas.core.kv import ConfigError
 from prfaas.core.yaml_source import Location
 
-LEAST_WINDOWS = 10
-"""A forecast needs a period of at least so many windows: what changes within a window is not seen."""
-
 _MAX_NAME = 63
 
 _MODEL_FIELDS = {
@@ -113,7 +110,7 @@ def _common(file: DeploymentFile) -> None:
     if not counted and not any("prefill" in instance.roles for _, _, instance in _instances(file)):
         raise file.error(("clusters",), "no instance has the role prefill; give it to at least one")
     _policy(file)
-    _periods(file)
+    _speed(file)
     check_cluster_dtypes(file)
     if file.gives(("pool",)) and not any(cluster.pool for cluster in file.clusters):
         raise file.error(("pool",), "is about pools, but no cluster has one; give clusters a pool")
@@ -256,13 +253,9 @@ def _policy(file: DeploymentFile) -> None:
         raise file.error(("routing", "params", "threshold_tokens"), problem)
 
 
-def _periods(file: DeploymentFile) -> None:
+def _speed(file: DeploymentFile) -> None:
     if file.slo.tpot_s is not None and file.slo.tokens_per_s is not None:
         raise file.error(("slo", "tokens_per_s"), "is the inverse of slo.tpot_s; keep one of them")
-    place, control = ("control", "forecast_period_s"), file.control
-    if file.gives(place) and 0 < control.forecast_period_s < LEAST_WINDOWS * control.window_s:
-        least = f"{LEAST_WINDOWS} times control.window_s ({control.window_s:g} s)"
-        raise file.error(place, f"must be 0 for no forecast, or at least {least}")
 
 
 def _data_parallel(file: DeploymentFile) -> None:

@@ -289,8 +289,6 @@ class ControlConfig(Section, on_change=LIVE):
     """An engine with running requests and without progress for so long is stalled."""
     allocation: Flag = True
     """Whether instances of `pd` clusters change their roles."""
-    forecast_period_s: Annotated[float, Field(strict=True, ge=0, le=31 * 86_400.0), GATEWAY_AGAIN] = 86_400.0
-    """Traffic is expected to repeat after so long; 0: it is not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ Which function answers which question:
 | With these roles, which rate do the best routes carry? | `fixed_roles.rate_with_roles` |
 | With these roles and this threshold? | `two_clusters.evaluate`, its rate alone: `two_clusters.rate_at` |
 | Which thresholds and roles are best for a running deployment? | `fixed_roles.prefill_sides`, `best_roles` |
-| How long do its requests wait then? | `role_latency.latency_with_roles` |
 
 The first four take a stage's time as E[T(L)], which is what queues feel, unless asked for the paper's T(E[L]). The
 others, which live loops use, take T(E[L]) unless asked.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from prfaas.core.arrays import FloatArray, NDArray, OfLength, np
 from prfaas.core.planner.operating_point import ServiceModel
 from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
-from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, StageWork, link_time
+from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, link_time
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import EDGE, Bins, LengthDistribution
 
@@ -135,9 +135,15 @@ def pools_of_parts(split: Split, short: Bins, long: Bins, n_prefill: int) -> tup
     pools = []
 
     def add(cluster: PrfaasCluster | PdCluster, instances: int, path: Path, bins: Bins) -> None:
-        times = ServiceTimes.of(cluster.prefill_s(path.share * bins.lengths), bins.weights)
-        link = link_time(split.problem, path, bins.lengths, bins.weights)
-        pools.append(PrefillPoolLoad(cluster.name, instances, times, smooth, link))
+        load = PrefillPoolLoad(
+            cluster.name,
+            instances,
+            seconds=cluster.prefill_s(path.share * bins.lengths),
+            weights=bins.weights,
+            smooth=smooth,
+            link=link_time(split.problem, path, bins.lengths, bins.weights),
+        )
+        pools.append(load)
 
     if len(short.weights):
         add(split.pd, n_prefill, split.local, short)

@@ -8,7 +8,7 @@ from prfaas.core.planner.linear_programs import BinnedLengths, Programme, Resour
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
 from prfaas.core.planner.problem import Path, PlanError, PlanProblem, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing, cleaned
-from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, StageWork, joined, link_time, service_ttft
+from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, joined, link_time, service_ttft
 from prfaas.core.workload import LengthDistribution
 
 # Roles are found on few bins, the routes for them on more (`routing.py`).
@@ -76,15 +76,6 @@ def network_with_roles(
     """
     routing, _ = _routes_for(problem, all_paths(problem), prefill, service)
     return _point(routing, service)
-
-
-def network_work(problem: PlanProblem, prefill: Mapping[str, int]) -> StageWork:
-    """The stages' work with the routes of `network_with_roles`.
-
-    Raises:
-        PlanError: no request gets through with these roles.
-    """
-    return _work(_routes_for(problem, all_paths(problem), prefill, "mean length")[0])
 
 
 def naive_network(
@@ -156,9 +147,10 @@ def _pools(routing: RoutingPlan) -> tuple[PrefillPoolLoad, ...]:
                 PrefillPoolLoad(
                     cluster.name,
                     instances,
-                    ServiceTimes.of(np.concatenate(seconds), np.concatenate(weights)),
-                    smooth,
-                    joined(links, [len(each) for each in seconds]),
+                    seconds=np.concatenate(seconds),
+                    weights=np.concatenate(weights),
+                    smooth=smooth,
+                    link=joined(links, [len(each) for each in seconds]),
                 )
             )
     return tuple(pools)

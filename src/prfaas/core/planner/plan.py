@@ -22,7 +22,6 @@ from prfaas.core.planner.cost import (
     break_even_per_gb,
     cost_at,
     cost_per_hour,
-    egress_per_hour,
 )
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, ServiceModel, StageKind
 from prfaas.core.planner.problem import PlanProblem, TtftTarget
@@ -76,7 +75,6 @@ class Plan:
     shadow_prices: tuple[ShadowPrice, ...]
     cost: Cost | None
     ttft_estimate: TtftEstimate
-    verdict: str
     fleet: Baseline | None = None
     """The PD clusters as they stand, without PrfaaS; None where there is no PrfaaS cluster."""
     ttft_target: TtftTarget | None = None
@@ -92,7 +90,8 @@ class Plan:
     @property
     def is_worth_it(self) -> bool:
         """Whether it does more than the same money, or without prices as many GPUs, without PrfaaS."""
-        return _pays(self.equal_cost_ratio, self.ratio_to_homogeneous)
+        judged = self.equal_cost_ratio if self.equal_cost_ratio is not None else self.ratio_to_homogeneous
+        return judged is not None and judged > _WORTH_IT
 
     @property
     def is_network_bound(self) -> bool:
@@ -116,6 +115,38 @@ class Plan:
             full |= {f"{link.name} link" for link in self.optimum.links if _is_short(link)}
         stages = tuple(stage.name for stage in self.optimum.stages if stage.name in full)
         return (*stages, TARGET) if self.is_latency_bound else stages
+
+    @property
+    def verdict(self) -> str:
+        """The limit, the gain, what the links would have to be, and what egress may cost."""
+        if self.optimum.lambda_max <= 0:
+            return "Impossible: no request gets through; there must be an instance for prefill and one for decode."
+        return f"{self.bottleneck()} {self.gain()}".strip()
+
+    def gain(self) -> str:
+        """The sentence on whether PrfaaS pays; empty where there is none, or nothing to compare with."""
+        if not self.optimum.n_prfaas:
+            return ""
+        if self.ratio_to_homogeneous is None:
+            if self.homogeneous.comparable_rate > 0 or self.homogeneous.keeps_target:
+                return ""
+            return "A homogeneous cluster with as many GPUs never keeps the target."
+        egress = self.cost.egress_per_hour if self.cost is not None else 0.0
+        at_cost = (
+            "" if self.equal_cost_ratio is None else f", {self.equal_cost_ratio:.2f} times at equal cost"
+        )
+        if at_cost and egress > 0:
+            at_cost += f" with egress at {egress:.3g} per hour"
+        ratio = f"{self.ratio_to_homogeneous:.2f} times the throughput"
+        factor = f"{ratio} of a homogeneous cluster with as many GPUs{at_cost}"
+        text = f"{'Worth it' if self.is_worth_it else 'Not worth it'}: {factor}."
+        if egress > 0 and self.egress_break_even_per_gb is not None:
+            text += (
+                f" The advantage is gone where egress costs {self.egress_break_even_per_gb:.3g} per GB."
+                if self.egress_break_even_per_gb > 0
+                else " It would not be with free egress, either."
+            )
+        return text
 
     def bottleneck(self) -> str:
         """The sentence on the bottleneck, and by how much it binds."""
@@ -201,50 +232,6 @@ def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
     return {**described, **baseline.point.to_json()}
 
 
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """The gain of a deployment over others."""
-
-    homogeneous: Baseline
-    """As many GPUs."""
-    at_equal_cost: Baseline | None
-    ratio: float | None
-    """Of the throughputs; None without PrfaaS clusters, or where one of them is 0."""
-    equal_cost_ratio: float | None
-    egress_per_hour: float
-    break_even_per_gb: float | None
-
-    def sentence(self, *, has_prfaas: bool) -> str:
-        """The sentence on whether it pays."""
-        if not has_prfaas:
-            return ""
-        if self.ratio is None:
-            if self.homogeneous.comparable_rate > 0 or self.homogeneous.keeps_target:
-                return ""
-            return "A homogeneous cluster with as many GPUs never keeps the target."
-        at_cost = (
-            "" if self.equal_cost_ratio is None else f", {self.equal_cost_ratio:.2f} times at equal cost"
-        )
-        if at_cost and self.egress_per_hour > 0:
-            at_cost += f" with egress at {self.egress_per_hour:.3g} per hour"
-        factor = f"{self.ratio:.2f} times the throughput of a homogeneous cluster with as many GPUs{at_cost}"
-        worth = "Worth it" if _pays(self.equal_cost_ratio, self.ratio) else "Not worth it"
-        text = f"{worth}: {factor}."
-        if self.egress_per_hour > 0 and self.break_even_per_gb is not None:
-            text += (
-                f" The advantage is gone where egress costs {self.break_even_per_gb:.3g} per GB."
-                if self.break_even_per_gb > 0
-                else " It would not be with free egress, either."
-            )
-        return text
-
-
-def _pays(equal_cost_ratio: float | None, ratio: float | None) -> bool:
-    """Whether a gain is worth a second cluster: at equal cost, or without prices against as many GPUs."""
-    judged = equal_cost_ratio if equal_cost_ratio is not None else ratio
-    return judged is not None and judged > _WORTH_IT
-
-
 def make_plan(problem: PlanProblem, service: ServiceModel = "by length") -> Plan:
     """The best roles and routes, what limits them, and how they compare.
 
@@ -268,24 +255,30 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "by length") -> Plan
         links=tuple(replace(link, needed_bits_per_s=needed[link.name]) for link in operation.point.links),
     )
     rival = Rival(cost_per_hour(problem, optimum), problem.load * rate)
-    gain = _gain(problem, optimum, operation.comparable_rate, rival, service)
+    same_gpus = homogeneous(problem, rival, service)
+    same_cost = homogeneous_at_equal_cost(problem, same_gpus, rival, service)
+    comparable = operation.comparable_rate
+    has_rival = comparable > 0 and same_gpus.comparable_rate > 0
+    at_equal_cost = equal_cost_ratio(comparable, same_cost) if has_rival else None
     naive_baseline = naive(problem, rival, service)
     naive_rate = naive_baseline.point.lambda_max if naive_baseline else 0.0
     without_target = rate
     if target is not None:
         without_target = best_operation(replace(problem, ttft_target=None), service).lambda_max
-    plan = Plan(
+    return Plan(
         name=problem.name,
         method="linear programme" if network else "exact search",
         service_model=service,
         optimum=optimum,
-        homogeneous=gain.homogeneous,
-        homogeneous_equal_cost=gain.at_equal_cost,
+        homogeneous=same_gpus,
+        homogeneous_equal_cost=same_cost,
         naive=naive_baseline,
-        ratio_to_homogeneous=gain.ratio,
+        ratio_to_homogeneous=comparable / same_gpus.comparable_rate if has_rival else None,
         ratio_to_naive=rate / naive_rate if naive_rate > 0 else None,
-        equal_cost_ratio=gain.equal_cost_ratio,
-        egress_break_even_per_gb=gain.break_even_per_gb,
+        equal_cost_ratio=at_equal_cost,
+        egress_break_even_per_gb=None
+        if at_equal_cost is None
+        else _break_even(problem, optimum, comparable, same_gpus, service),
         lambda_max_at_mean_length=best_operation(problem, "mean length").lambda_max,
         homogeneous_at_mean_length=homogeneous(problem, service="mean length").point.lambda_max,
         lambda_max_unlimited_links=max(unlimited.lambda_max, rate),
@@ -293,7 +286,6 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "by length") -> Plan
         shadow_prices=by_duals(problem, network) if network else by_difference(problem, rate, service),
         cost=cost_at(problem, optimum),
         ttft_estimate=operation.estimate(problem.load),
-        verdict="",
         fleet=fleet(problem, rival, service),
         ttft_target=target,
         keeps_target=operation.keeps_target,
@@ -301,30 +293,13 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "by length") -> Plan
         rate_within_target=None if target is None else operation.rate_within(target),
         rest_estimate=operation.rest_estimate(problem.load),
     )
-    return replace(plan, verdict=_verdict(plan, gain, has_prfaas=bool(problem.prfaas)))
 
 
-def _gain(
-    problem: PlanProblem, optimum: OperatingPoint, comparable_rate: float, rival: Rival, service: ServiceModel
-) -> Gain:
-    """Against as many GPUs and against as much money without PrfaaS."""
-    same_gpus = homogeneous(problem, rival, service)
-    same_cost = homogeneous_at_equal_cost(problem, same_gpus, rival, service)
-    has_rival = comparable_rate > 0 and same_gpus.comparable_rate > 0
-    at_equal_cost = equal_cost_ratio(comparable_rate, same_cost) if has_rival else None
-    even_per_hour = None
-    if at_equal_cost is not None:
-        even_per_hour = break_even_per_hour(problem, comparable_rate, same_gpus, service)
-    return Gain(
-        homogeneous=same_gpus,
-        at_equal_cost=same_cost,
-        ratio=comparable_rate / same_gpus.comparable_rate if has_rival else None,
-        equal_cost_ratio=at_equal_cost,
-        egress_per_hour=egress_per_hour(problem, optimum),
-        break_even_per_gb=None
-        if even_per_hour is None
-        else break_even_per_gb(problem, optimum, even_per_hour),
-    )
+def _break_even(
+    problem: PlanProblem, optimum: OperatingPoint, rate: float, same_gpus: Baseline, service: ServiceModel
+) -> float | None:
+    per_hour = break_even_per_hour(problem, rate, same_gpus, service)
+    return None if per_hour is None else break_even_per_gb(problem, optimum, per_hour)
 
 
 def best_operation(problem: PlanProblem, service: ServiceModel = "by length") -> OperatingPoint:
@@ -336,15 +311,6 @@ def _unlimited(problem: PlanProblem, service: ServiceModel) -> OperatingPoint:
     """The optimum if no link were a limit."""
     links = tuple(replace(link, bandwidth_bits_per_s=math.inf) for link in problem.links)
     return best_operation(replace(problem, links=links), service)
-
-
-def _verdict(plan: Plan, gain: Gain, *, has_prfaas: bool) -> str:
-    """The limit, the gain, what the links would have to be, and what egress may cost."""
-    if plan.optimum.lambda_max <= 0:
-        return (
-            "Impossible: no request gets through; there must be an instance for prefill and one for decode."
-        )
-    return f"{plan.bottleneck()} {gain.sentence(has_prfaas=has_prfaas)}".strip()
 
 
 def _is_short(link: LinkUse) -> bool:

@@ -1,7 +1,7 @@
 """Time to the first token: prefill, the link, and waiting for an instance or a decode slot."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prfaas.core.arrays import FloatArray, np
@@ -69,56 +69,31 @@ class LinkTime:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ServiceTimes:
-    """Service times with their weights and products: arrays of one length, of which several pools have parts."""
-
-    seconds: FloatArray
-    weights: FloatArray
-    work: FloatArray
-    """seconds × weights."""
-    squares: FloatArray
-    """seconds² × weights."""
-
-    @classmethod
-    def of(cls, seconds: FloatArray, weights: FloatArray) -> "ServiceTimes":
-        return cls(seconds, weights, seconds * weights, seconds**2 * weights)
-
-    def parts(self, parts: FloatArray) -> "ServiceTimes":
-        """With a part, 0 to 1, of each weight."""
-        return ServiceTimes(self.seconds, self.weights * parts, self.work * parts, self.squares * parts)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PrefillPoolLoad:
     """Equal prefill instances and what they work on."""
 
     name: str
     instances: int
-    times: ServiceTimes
-    """Weights: the probability that a request of the whole system has that service time here."""
+    seconds: FloatArray
+    """Service times."""
+    weights: FloatArray
+    """The probability that a request of the whole system has that service time here."""
     smooth: bool
     """False if the service times are the only values that occur."""
     link: LinkTime | None = None
     """None where nothing crosses a link."""
     work_s: float = field(init=False)
     """Seconds of work per request of the whole system."""
+    squares_s2: float = field(init=False)
+    """Seconds of work squared, the same way."""
     part: float = field(init=False)
     """Of all requests of the whole system."""
 
     def __post_init__(self) -> None:
-        # Roles are compared by little else.
-        object.__setattr__(self, "work_s", float(self.times.work.sum()))
-        object.__setattr__(self, "part", float(self.times.weights.sum()))
-
-    @property
-    def seconds(self) -> FloatArray:
-        """Service times."""
-        return self.times.seconds
-
-    @property
-    def weights(self) -> FloatArray:
-        """The probability that a request of the whole system has that service time here."""
-        return self.times.weights
+        # Waits are asked for at many rates, and depend on nothing else.
+        object.__setattr__(self, "work_s", float((self.seconds * self.weights).sum()))
+        object.__setattr__(self, "squares_s2", float((self.seconds**2 * self.weights).sum()))
+        object.__setattr__(self, "part", float(self.weights.sum()))
 
     def served_s(self, requests_per_s: float = 0.0, first_token: FirstTokenSource = "decode") -> FloatArray:
         """Prefill and what the link adds to the TTFT, without waiting for either's turn."""
@@ -359,8 +334,38 @@ def wait_of(pool: PrefillPoolLoad, rate: float) -> Wait:
         return NO_WAIT
     arrivals = rate * share
     service_s = pool.work_s / share
-    second_moment = float(pool.times.squares.sum()) / share
-    variation = max(second_moment / service_s**2 - 1, 0.0)
+    variation = max(pool.squares_s2 / share / service_s**2 - 1, 0.0)
     offered = arrivals * service_s
     chance = erlang_c(pool.instances, offered)
     return Wait(chance, (1 + variation) / 2 * service_s / (pool.instances - offered))
+
+
+def decode_queues(
+    problem: PlanProblem, prefill: Mapping[str, int], work: StageWork, requests_per_s: float
+) -> tuple[DecodeQueue, ...]:
+    """The decode slots of every PD cluster that decodes, as M/M/c at a rate of the whole system."""
+    output = problem.workload.output_tokens
+    found = []
+    for pd in problem.pd:
+        part = work.decode_parts[pd.name]
+        if part <= 0:
+            continue
+        # What fills this cluster, in its own requests and in the system's.
+        own_rate = (pd.instances - prefill[pd.name]) * pd.decode_rate(output)
+        rate, answer_s = own_rate / part, pd.decode_step_s * output
+        wait = _slot_wait(requests_per_s * part, own_rate, answer_s)
+        utilisation = requests_per_s / rate if rate > 0 else math.inf
+        # Slots are whole: they can be too few a little before the rate is reached.
+        if wait is None:
+            utilisation = max(utilisation, 1.0)
+        found.append(DecodeQueue(part, utilisation, wait or NO_WAIT))
+    return tuple(found)
+
+
+def _slot_wait(requests_per_s: float, full_rate: float, answer_s: float) -> Wait | None:
+    """Answers are taken for exponentially distributed. None: more work than time."""
+    slots, offered = max(round(full_rate * answer_s), 1), requests_per_s * answer_s
+    if offered >= slots or requests_per_s >= full_rate:
+        return None
+    chance = erlang_c(slots, offered)
+    return Wait(chance, answer_s / (slots - offered)) if chance > 0 else NO_WAIT

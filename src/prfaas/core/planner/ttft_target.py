@@ -8,8 +8,13 @@ from prfaas.core.planner.loads import Split, pools_of_parts, work_of
 from prfaas.core.planner.network import NetworkPlan, best_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
 from prfaas.core.planner.problem import PlanError, PlanProblem, TtftTarget
-from prfaas.core.planner.role_latency import decode_queues
-from prfaas.core.planner.ttft import ESTIMATE_LABEL, StageWork, TtftDistribution, TtftEstimate
+from prfaas.core.planner.ttft import (
+    ESTIMATE_LABEL,
+    StageWork,
+    TtftDistribution,
+    TtftEstimate,
+    decode_queues,
+)
 from prfaas.core.planner.two_clusters import (
     best_of,
     best_point,

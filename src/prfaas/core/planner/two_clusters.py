@@ -188,13 +188,10 @@ def _least(decode: float, capacities: "Mapping[tuple[StageKind, str], float | No
     return min([decode, *(value for value in capacities.values() if value is not None)])
 
 
-def settled(problem: PlanProblem, length: float, longer: float | None = None) -> float:
-    """0 if (almost) every prompt is longer, the lowest threshold that no prompt is above if (almost) none is.
-
-    `longer`: the part of the prompts that are longer than `length`; None: it is looked up.
-    """
+def settled(problem: PlanProblem, length: float) -> float:
+    """0 if (almost) every prompt is longer, the lowest threshold that no prompt is above if (almost) none is."""
     lengths = problem.workload.lengths
-    p = float(lengths.beyond(np.array([length]))[0][0]) if longer is None else longer
+    p = float(lengths.beyond(np.array([length]))[0][0])
     return lengths.highest_threshold if p < _NO_REQUESTS else 0.0 if p > 1 - _NO_REQUESTS else length
 
 
@@ -241,7 +238,7 @@ def best_of(
     candidates = candidate_lengths(split) if candidates is None else candidates
     rates, limits = merits(split, loads or split.loads(candidates), splits)
     best: Found = ((-1.0, -1.0), 0.0, 0)
-    for row, (n_prefill, index) in enumerate(zip(splits, highest(rates, limits), strict=True)):
+    for row, (n_prefill, index) in enumerate(zip(splits, _highest(rates, limits), strict=True)):
         found = ((float(rates[row, index]), float(limits[row, index])), float(candidates[index]), n_prefill)
         # One that is much worse than one before it is not looked at more closely.
         if found[0][0] > 0.98 * max(best[0][0], 0.0):
@@ -260,7 +257,7 @@ def _zoom(split: Split, candidates: FloatArray, index: int, found: Found) -> Fou
         candidates = np.unique(np.append(np.linspace(*ends, _ZOOM_POINTS), candidates[index]))
         loads = split.loads(candidates)
         rates, limits = merits(split, loads, [found[2]])
-        (index,) = highest(rates, limits)
+        (index,) = _highest(rates, limits)
         found = max(
             found, ((float(rates[0, index]), float(limits[0, index])), float(candidates[index]), found[2])
         )
@@ -270,7 +267,7 @@ def _zoom(split: Split, candidates: FloatArray, index: int, found: Found) -> Fou
     return found
 
 
-def highest(rates: FloatArray, limits: FloatArray) -> list[int]:
+def _highest(rates: FloatArray, limits: FloatArray) -> list[int]:
     """Per row the place of the highest rate; among ties, the last one with the highest limit."""
     # No limit is below 0.
     best = np.where(rates == rates.max(axis=1)[:, None], limits, -1.0)

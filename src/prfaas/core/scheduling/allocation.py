@@ -1,21 +1,12 @@
 """Long-term allocation (section 3.4.3): one PD instance at a time changes between prefill and decode."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from prfaas.core.deployment import Role
 from prfaas.core.planner import PlanProblem
 from prfaas.core.planner.fixed_roles import best_roles, rate_with_roles
-from prfaas.core.planner.role_latency import RoleLatency
-from prfaas.core.scheduling.role_choice import (
-    ExpectedLoad,
-    RoleChoice,
-    RoleOutlook,
-    RolePrediction,
-    latencies_of,
-)
 from prfaas.core.scheduling.view import InstanceView
 
 COOL_DOWN_PERIODS = 2
@@ -86,7 +77,7 @@ class PdLoad:
 class Conversion:
     """`instance` of a PD cluster goes to `to_role` once its present work is done, with all ranks of its group.
 
-    Rates are Λ_max of the whole deployment in requests per second, for the expected traffic and the best thresholds.
+    Rates are Λ_max of the whole deployment in requests per second, for the traffic seen and the best thresholds.
     """
 
     cluster: str
@@ -103,20 +94,10 @@ class Conversion:
 
 @dataclass(slots=True)
 class Allocator:
-    """Chooses the roles with the shortest predicted TTFT, and restores Eq. 7 and 8 under overload.
+    """Restores Eq. 7 and 8 (section 3.4.3) where planner and measurements agree on it.
 
-    At the traffic that is expected, roles are compared by their predicted mean TTFT. Eligible are those that leave no
-    stage fuller than `limit` and give away no more than `reserve` of the highest rate that others could carry. Those
-    next to the present ones are looked at; with one PD cluster all. An instance of a PD cluster changes its role
-    towards the best if, at `persist` evaluations in a row,
-    - the TTFT with the best roles is shorter by more than `gain_now`; or by more than `gain` on average of the last
-      `memory` evaluations, which noise of single samples moves little; or the present roles are short of twice the
-      reserve. To take back the cluster's last conversion a gain must be twice as large;
-    - the conversion itself makes the TTFT no longer;
-    - the giving side is not the full one by what is measured.
-
-    Where no roles are within the limit, or nothing is known of the rate, throughput decides:
-    - the planner's best roles for the expected traffic have more instances in that role, and Λ_max would rise by
+    An instance of a PD cluster changes its role if, at `persist` evaluations in a row,
+    - the planner's best roles for the traffic that was seen have more instances in that role, and Λ_max would rise by
       more than `margin` with them, or they are at least two instances away and it would rise at all; the single
       conversion may not lower it;
     - what was measured says the same: the side that gets the instance is the busier one, by `lead` of utilisation
@@ -136,43 +117,21 @@ class Allocator:
     margin: float = 0.05
     lead: float = 0.05
     least: float = 0.3
-    limit: float = 0.95
-    gain: float = 0.1
-    gain_now: float = 0.2
-    reserve: float = 0.1
-    memory: int = 20
-    outlook: RoleOutlook | None = field(default=None, init=False)
-    """Of the last evaluation; None while there was nothing to choose."""
     _agreed: dict[tuple[str, Role], int] = field(default_factory=dict, init=False)
     _last_s: float = field(default=float("-inf"), init=False)
-    _last: dict[str, Role] = field(default_factory=dict, init=False)
-    _averages: dict[tuple[tuple[str, int], ...], RolePrediction] = field(default_factory=dict, init=False)
 
-    def lead_s(self, period_s: float, drain_s: float) -> float:
-        """From an evaluation until a role that it is the first to want is there."""
-        return (self.persist - 1) * period_s + drain_s
-
-    def decide(
-        self,
-        loads: Sequence[PdLoad],
-        problem: PlanProblem,
-        now_s: float,
-        expected: ExpectedLoad | None = None,
-    ) -> Conversion | None:
+    def decide(self, loads: Sequence[PdLoad], problem: PlanProblem, now_s: float) -> Conversion | None:
         """One evaluation; call it periodically, with the loads since the call before.
 
-        `problem`: the deployment now with the traffic that is expected, its PD clusters with as many instances as are
-        healthy. PD clusters that it does not have are left alone. `expected`: None leaves only throughput.
+        `problem`: the deployment now with the traffic that was seen, its PD clusters with as many instances as are
+        healthy. PD clusters that it does not have are left alone.
         """
-        self.outlook = None
         planned = {pd.name: pd.instances for pd in problem.pd}
         known = [load for load in loads if _is_divided(load) and planned.get(load.cluster) == _healthy(load)]
         if len(known) < len(planned) or _is_changing(loads):
             self._agreed.clear()
             return None
-        wanted = self._sooner(known, problem, expected)
-        if wanted is None:
-            wanted = self._wanted(known, problem)
+        wanted = self._wanted(known, problem)
         self._agreed = {key: self._agreed.get(key, 0) + 1 for key in wanted}
         if now_s - self._last_s < self.cool_down_s:
             return None
@@ -182,113 +141,7 @@ class Allocator:
         best = max(ready, key=lambda conversion: conversion.rate_after)
         self._agreed.clear()
         self._last_s = now_s
-        self._last[best.cluster] = best.to_role
         return best
-
-    def _sooner(
-        self, loads: Sequence[PdLoad], problem: PlanProblem, expected: ExpectedLoad | None
-    ) -> dict[tuple[str, Role], Conversion] | None:
-        """What would shorten the TTFT; None where throughput is to decide."""
-        roles = {load.cluster: len(load.able("prefill")) for load in loads}
-        self.outlook = RoleOutlook("throughput")
-        if expected is None or expected.requests_per_s <= 0:
-            return None
-        found = latencies_of(problem, [roles, *_options(loads, roles)], expected)
-        predictions = [RolePrediction.of(each) for each in found]
-        quick, steady = self._chosen(predictions), self._chosen(self._averaged(predictions))
-        best = quick.best or steady.best
-        self.outlook = RoleOutlook(
-            "throughput" if best is None else "latency",
-            found[0],
-            None if best is None else best.latency,
-            expected.is_forecast,
-        )
-        if best is None:
-            return None
-        wanted: dict[tuple[str, Role], Conversion] = {}
-        for load in loads:
-            choice = quick if self._is_worth(load, quick, is_steady=False) else steady
-            if choice.best is None or not self._is_worth(load, choice, is_steady=choice is steady):
-                continue
-            role = choice.role(load.cluster)
-            if role is None or self._is_full(load, role):
-                continue
-            spare = _spare(load, role, choice.missing(load.cluster))
-            if spare is None:
-                continue
-            moved = len(spare) if role == "prefill" else -len(spare)
-            step = {**roles, load.cluster: roles[load.cluster] + moved}
-            # One step away was looked at with the others.
-            after = next(each for each in found if each.prefill == step)
-            if not _is_no_worse(after, found[0]):
-                continue
-            wanted[load.cluster, role] = self._conversion(
-                load, spare[0].name, role, problem, step, choice, expected
-            )
-        return wanted
-
-    def _chosen(self, found: Sequence[RolePrediction]) -> RoleChoice:
-        """Of these, the present roles first, the best."""
-        now, least = found[0], min(each.utilisation for each in found)
-        within = [each for each in found if each.utilisation <= min(self.limit, least / (1 - self.reserve))]
-        # The present roles win ties.
-        best = min(within, key=lambda each: each.ttft_s, default=None)
-        is_short = now.utilisation > least / (1 - 2 * self.reserve)
-        return RoleChoice(now, best, is_short)
-
-    def _is_worth(self, load: PdLoad, choice: RoleChoice, *, is_steady: bool) -> bool:
-        """Whether the gain is worth a drain in this cluster."""
-        role = choice.role(load.cluster)
-        if role is None:
-            return False
-        is_back = self._last.get(load.cluster, role) != role
-        needed = (self.gain if is_steady else self.gain_now) * (2 if is_back else 1)
-        if is_steady and choice.now.count < self.memory:
-            return False
-        return choice.is_short or choice.gain > needed
-
-    def _averaged(self, found: Sequence[RolePrediction]) -> list[RolePrediction]:
-        """Each with its average over the evaluations in which these roles were looked at."""
-        known, self._averages = self._averages, {}
-        for prediction in found:
-            key = tuple(sorted(prediction.latency.prefill.items()))
-            self._averages[key] = prediction.after(known.get(key), self.memory)
-        return list(self._averages.values())
-
-    def _conversion(
-        self,
-        load: PdLoad,
-        instance: str,
-        role: Role,
-        problem: PlanProblem,
-        step: Mapping[str, int],
-        choice: RoleChoice,
-        expected: ExpectedLoad,
-    ) -> Conversion:
-        now, best = choice.now, choice.best
-        assert best is not None  # there was one to go to
-        roles, wanted = now.latency.prefill, best.latency.prefill
-        why = "forecast" if expected.is_forecast else "measured"
-        reason = (
-            f"mean TTFT {best.ttft_s:.3g} s in place of {now.ttft_s:.3g} s at {expected.requests_per_s:.3g} req/s "
-            f"({why}): {roles[load.cluster]} prefill, best {wanted[load.cluster]}"
-        )
-        rates = [rate_with_roles(problem, each) for each in (roles, step, wanted)]
-        return Conversion(
-            load.cluster,
-            instance,
-            role,
-            reason,
-            rates[0],
-            rate_after=rates[1],
-            rate_best=rates[2],
-        )
-
-    def _is_full(self, load: PdLoad, role: Role) -> bool:
-        """Whether the side that would give an instance to `role` is the full one by what is measured."""
-        prefill = load.prefill.pressure(len(load.able("prefill")))
-        decode = load.decode.pressure(len(load.able("decode")))
-        return decode >= _FULL if role == "prefill" else prefill >= _FULL > decode
 
     def _wanted(self, loads: Sequence[PdLoad], problem: PlanProblem) -> dict[tuple[str, Role], Conversion]:
         """What planner and measurements agree on now, for throughput."""
@@ -332,31 +185,6 @@ class Allocator:
         if prefill >= self.least and prefill >= decode + self.lead:
             return "prefill"
         return None
-
-
-def _options(loads: Sequence[PdLoad], roles: Mapping[str, int]) -> list[dict[str, int]]:
-    """Other roles: one instance or group away, or any where there is one PD cluster."""
-    if len(loads) == 1:
-        (load,) = loads
-        counts = {0}
-        for unit in (*_units(load, "prefill"), *_units(load, "decode")):
-            counts |= {count + len(unit) for count in counts}
-        return [{load.cluster: n} for n in range(1, _healthy(load)) if n in counts - {roles[load.cluster]}]
-    return [
-        {**roles, load.cluster: n}
-        for load in loads
-        for n in (
-            *(roles[load.cluster] - size for size in sorted({len(unit) for unit in _units(load, "prefill")})),
-            *(roles[load.cluster] + size for size in sorted({len(unit) for unit in _units(load, "decode")})),
-        )
-        if 1 <= n < _healthy(load)
-    ]
-
-
-def _is_no_worse(after: RoleLatency, now: RoleLatency) -> bool:
-    if now.ttft_s == math.inf:
-        return after.utilisation < now.utilisation
-    return after.ttft_s <= now.ttft_s
 
 
 def _units(load: PdLoad, role: Role) -> list[list[PdInstance]]:

@@ -1,10 +1,8 @@
-"""Routing policies by name: our own, installed ones, any class of a module; and the order that one has."""
+"""Routing policies by name: our own, installed ones, any class of a module."""
 
 import importlib
 import importlib.metadata
 from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from prfaas.core.deployment.types import BUILT_IN_POLICIES, POLICY_ENTRY_POINTS
@@ -12,9 +10,8 @@ from prfaas.core.scheduling.baselines import LeastTtft, LocalOnly, OffloadAll, R
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.paper import Paper
 from prfaas.core.scheduling.parameters import PolicyError, checked
-from prfaas.core.scheduling.prefill_order import PrefillWaits
 from prfaas.core.scheduling.tilted import Tilted
-from prfaas.core.scheduling.view import ClusterView, NoDecodeInstanceError, View
+from prfaas.core.scheduling.view import View
 
 
 class Policy(Protocol):
@@ -123,41 +120,3 @@ def _attribute(name: str, module: Any, attribute: str) -> Any:
 
 def _in_words(error: Exception) -> str:
     return f"{error} ({type(error).__name__})"
-
-
-_SHORT_TOKENS, _LONG_TOKENS = 1_000, 100_000
-# Waits that no order overlooks, in prefills of the longer kind.
-_WAITED_PREFILLS = 10.0
-
-
-def is_shortest_first(policy: Policy, view: View) -> bool:
-    """Whether of two prompts that come together the short one is prefilled first, whatever instance has time.
-
-    The policy is asked, not changed, and told that prefills have waited: an order may follow what they waited. False
-    where prefills wait in the order of their arrival.
-    """
-    asked = _copied(policy)
-    busy = replace(view, clusters={name: _after_waits(each) for name, each in view.clusters.items()})
-    try:
-        urgencies = [
-            asked.decide(RoutingRequest(tokens, {}, 0), busy).urgency_s
-            for tokens in (_SHORT_TOKENS, _LONG_TOKENS)
-        ]
-    except NoDecodeInstanceError:
-        return False
-    short, long = urgencies
-    return short is not None and long is not None and short < long
-
-
-def _copied(policy: Policy) -> Policy:
-    try:
-        return deepcopy(policy)
-    except Exception:
-        # One that holds a lock or a compiled model. To ask it itself does no harm: policies have no memory.
-        return policy
-
-
-def _after_waits(cluster: ClusterView) -> ClusterView:
-    waits, prefill_s = PrefillWaits(), cluster.prefill_s(_LONG_TOKENS)
-    waits.add(_WAITED_PREFILLS * prefill_s, prefill_s)
-    return replace(cluster, waits=waits)

@@ -275,7 +275,8 @@ class TruncatedLogNormal(LengthDistribution):
                 f"a log-normal needs a finite mu and a sigma above 0, not {mu!r} and {sigma!r}"
             )
         _check_limits(low, high)
-        if not self._mass(self._z(low), self._z(high)) > 1e-250:
+        start, end, _ = self._limits()
+        if not _cdf(end) - _cdf(start) > 1e-250:
             raise WorkloadError(
                 f"a log-normal with mu {mu:g} and sigma {sigma:g} has no lengths between {low:g} and {high:g}"
             )
@@ -297,11 +298,9 @@ class TruncatedLogNormal(LengthDistribution):
         check_quantile(q)
         if q in (0, 1):
             return self.high if q else self.low
-        start, end = self._z(self.low), self._z(self.high)
-        # Mirrored where both limits are in the upper tail, so that probabilities near 1 keep their digits.
-        mirrored = start > 0
+        start, end, mirrored = self._limits()
         if mirrored:
-            start, end, q = -end, -start, 1 - q
+            q = 1 - q
         level = _cdf(start) + q * (_cdf(end) - _cdf(start))
         z = NormalDist().inv_cdf(level) if 1e-300 < level < 1 else _bisect(level, start, end)
         z = min(max(z, start), end)
@@ -319,15 +318,13 @@ class TruncatedLogNormal(LengthDistribution):
             self.mu + math.log(factor), self.sigma, self.low * factor, self.high * factor
         )
 
-    def _z(self, length: float) -> float:
-        return (math.log(length) - self.mu) / self.sigma
+    def _limits(self) -> tuple[float, float, bool]:
+        """The limits in deviations from `mu`, and whether they are mirrored.
 
-    @staticmethod
-    def _mass(start: float, end: float) -> float:
-        """Φ(end) − Φ(start), from the tail that both lie in: differences of numbers near 1 would lose digits."""
-        if start > 0:
-            return 0.5 * (math.erfc(start / _SQRT2) - math.erfc(end / _SQRT2))
-        return _cdf(end) - _cdf(start)
+        They are where both lie in the upper tail: differences of probabilities near 1 would lose digits.
+        """
+        start, end = ((math.log(each) - self.mu) / self.sigma for each in (self.low, self.high))
+        return (-end, -start, True) if start > 0 else (start, end, False)
 
 
 # A plan asks for the same parts again and again: for rates, for waits, at every price.
@@ -340,7 +337,7 @@ def _fine_bins(lengths: TruncatedLogNormal, above: float, up_to: float) -> Bins:
 
 
 def _masses(starts: FloatArray, end: float) -> FloatArray:
-    """`_mass` of each start, to the last digit; planning asks for thousands at a time."""
+    """Φ(end) − Φ(start) of each start, from the tail that both lie in; planning asks for thousands at a time."""
     from scipy.special import erfc
 
     tails: FloatArray = 0.5 * erfc(np.abs(starts) / _SQRT2)

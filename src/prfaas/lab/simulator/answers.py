@@ -25,7 +25,6 @@ class Answers:
         "_open",
         "_request_s",
         "count",
-        "squares",
         "tokens",
     )
 
@@ -33,8 +32,6 @@ class Answers:
     """Of answers that ended."""
     tokens: int
     """Of these in all."""
-    squares: int
-    """Of their tokens, summed."""
 
     def __init__(
         self, events: Events, columns: Columns, overheads: Overheads, open_jobs: dict[int, Job]
@@ -46,7 +43,7 @@ class Answers:
         self._has_first_step = overheads.first_step
         self._open = open_jobs
         self._behind_s: dict[int, float] = {}
-        self.count = self.tokens = self.squares = 0
+        self.count = self.tokens = 0
 
     def begin(self, job: Job) -> None:
         """A request has its decode slot: what ends its TTFT, unless it had its first token already."""
@@ -154,6 +151,4 @@ class Answers:
     def _count(self, job: Job) -> None:
         del self._open[job.number]
         self.count += 1
-        tokens = job.left_tokens
-        self.tokens += tokens
-        self.squares += tokens * tokens
+        self.tokens += job.left_tokens

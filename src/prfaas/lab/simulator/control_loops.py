@@ -2,25 +2,20 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from prfaas.core.deployment import Role
 from prfaas.core.planner import KvSize, PlanError, PlanProblem
 from prfaas.core.planner.from_deployment import link_sizes
-from prfaas.core.planner.role_latency import QueueingModel
 from prfaas.core.scheduling.allocation import (
     COOL_DOWN_PERIODS,
     DRAIN_CHECK_S,
-    DRAIN_LIMIT_S,
     Allocator,
     RoleDrain,
 )
-from prfaas.core.scheduling.forecast import Outlook, foresight_of
 from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, prefill_instances, problem_now
-from prfaas.core.scheduling.policy import is_shortest_first
 from prfaas.core.scheduling.rebalancing import Rebalancer, missed_prefix
-from prfaas.core.scheduling.role_choice import ExpectedLoad
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import SETTLE_S, Reason, ThresholdOptimiser
 from prfaas.core.workload import LengthDistribution, WorkloadError
@@ -48,8 +43,6 @@ class Conversions:
         self._on_end = on_end
         self.is_busy = False
         self.history: list[dict[str, Any]] = []
-        self.drain_s = DRAIN_LIMIT_S
-        """How long the last one took; the longest before the first."""
 
     def begin(self, instance: str, to_role: Role, reason: str) -> None:
         """Start to convert an instance."""
@@ -71,7 +64,7 @@ class Conversions:
             self._world.events.at(now_s + DRAIN_CHECK_S, self._look, drain)
             return
         self.is_busy = False
-        self.history[-1]["drained_s"] = self.drain_s = now_s - drain.since_s
+        self.history[-1]["drained_s"] = now_s - drain.since_s
         for view in drain.instances if result != "abandoned" else ():
             view.prefills, view.decodes = drain.to_role == "prefill", drain.to_role == "decode"
             if view.prefills:
@@ -81,16 +74,6 @@ class Conversions:
 
 # Fewer answers than this say nothing about their mean.
 _ENOUGH_OUTPUTS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Answers:
-    """Totals of the answers so far: how many, their tokens, and the squares of those."""
-
-    at_s: float = 0.0
-    count: int = 0
-    tokens: int = 0
-    squares: int = 0
 
 
 class SlowLoops:
@@ -113,10 +96,7 @@ class SlowLoops:
         self._conversions = Conversions(world, on_end=lambda: self.ask("roles"))
         self._kv_bytes = KvSize(scenario.sent_model)
         self._link_bytes = link_sizes(scenario.link_models)
-        self._outlook = Outlook(world.window, scenario.foresight or foresight_of(control.forecast_period_s))
-        self._queues = QueueingModel(is_shortest_first(world.policy, world.view))
-        self._answers = _Answers()
-        self._answers_at_s = 0.0
+        self._answers = self._answer_tokens = 0
         self._output_tokens = scenario.output_tokens
         self._step_s = {
             cluster.name: 1.0
@@ -179,22 +159,15 @@ class SlowLoops:
             return
         world = self._world
         now_s = world.events.now_s
-        control = self._scenario.control
-        world.events.at(now_s + control.allocation_period_s, self._allocate)
+        world.events.at(now_s + self._scenario.control.allocation_period_s, self._allocate)
         loads = self._utilisation.loads(now_s)
         self._learn_outputs()
-        lead_s = self._allocator.lead_s(control.allocation_period_s, self._conversions.drain_s)
-        expected = self._outlook.expect(self._output_tokens, now_s - self._answers_at_s, now_s, lead_s)
-        if expected is None or self._conversions.is_busy:
+        lengths = world.window.lengths(now_s)
+        if lengths is None or self._conversions.is_busy:
             return
-        means = expected.means
         try:
-            conversion = self._allocator.decide(
-                loads,
-                self._problem(expected.lengths, means.output_tokens),
-                now_s,
-                ExpectedLoad(means.requests_per_s, self._queues, expected.is_forecast),
-            )
+            problem = self._problem(lengths, self._output_tokens)
+            conversion = self._allocator.decide(loads, problem, now_s)
         except (PlanError, WorkloadError):
             return
         if conversion is not None:
@@ -229,16 +202,12 @@ class SlowLoops:
         return problem_now(clusters, links, lengths, output_tokens, self._kv_bytes)
 
     def _learn_outputs(self) -> None:
-        now_s, answers, ended = self._world.events.now_s, self._answers, self._world.answers
-        seen = _Answers(now_s, ended.count, ended.tokens, ended.squares)
-        count, tokens = seen.count - answers.count, seen.tokens - answers.tokens
+        ended = self._world.answers
+        count, tokens = ended.count - self._answers, ended.tokens - self._answer_tokens
         if count < _ENOUGH_OUTPUTS:
             return
-        self._answers = seen
-        self._answers_at_s = (answers.at_s + now_s) / 2
+        self._answers, self._answer_tokens = ended.count, ended.tokens
         self._output_tokens = max(tokens / count, 1.0)
-        squares = (seen.squares - answers.squares) / count
-        self._queues = replace(self._queues, answer_variation=max(squares / self._output_tokens**2 - 1, 0.0))
 
 
 # So many prefixes that were missed are known by their blocks.

@@ -16,7 +16,6 @@ from prfaas.core.deployment.engine import mixed_chunk_tokens
 from prfaas.core.kv import KvModel
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.planner.from_deployment import mapping_bits_per_s
-from prfaas.core.scheduling.forecast import Foresight
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted, Steps
 from prfaas.lab.simulator.machine_pool import PoolOptions
@@ -96,8 +95,6 @@ class Conditions:
     """Thresholds are searched again while it runs. False: they stay where they start."""
     allocation: bool = True
     """Roles change while it runs. False: they stay as they are."""
-    foresight: Foresight | None = None
-    """What roles are chosen by; None takes what `control` says. Scenarios with the same one share what it learns."""
     caches: CacheOptions | None = None
     """Prefix caches of every instance; None: none."""
     failures: Sequence[Failure] = ()

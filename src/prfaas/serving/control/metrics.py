@@ -28,11 +28,6 @@ class ControlMetrics(DeclaredMetrics):
     threshold_tokens = gauge("Uncached tokens above which a PD cluster offloads (+Inf: never).", "cluster")
     threshold_changes = counter("Moves of a threshold.", "cluster", "reason")
     conversions = counter("Role conversions that ended.", "cluster", "to_role", "outcome")
-    predicted_ttft_seconds = gauge("Mean, by the last evaluation of the roles (+Inf: overload).", "roles")
-    predicted_prefill_instances = gauge("Of a PD cluster, with these roles.", "cluster", "roles")
-    expected_requests_per_s = gauge(
-        "What roles were last evaluated for.", "source", name="expected_requests_per_second"
-    )
     copies = counter("Prefixes found worth copying to another cluster.", name="prefix_copies")
     copies_ended = counter("What became of them.", "outcome", name="prefix_copies_ended")
     copied_bytes = counter("KV bytes of copies, of broken ones too.", name="prefix_copied_bytes")

@@ -146,7 +146,6 @@ class LivePlane:
             stage_utilisation(state, engines.meters, self.admission.waiting),
             self.thresholds.window,
             RoleChanges(state, on_begin=self.admission.changed, on_end=on_end),
-            shortest_first=self.router.prefills_shortest_first,
         )
 
     def _connect(

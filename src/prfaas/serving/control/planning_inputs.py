@@ -233,8 +233,6 @@ def _profiled_curve(cluster: Cluster) -> ServiceCurve:
 
 DEFAULT_STEP_S = 0.05
 DEFAULT_OUTPUT_TOKENS = 512.0
-OUTPUT_AGE_S = 30.0
-"""How long ago the answers of `LiveFacts.output_tokens` ended on average."""
 # Fewer answers than this say nothing about the mean.
 _ENOUGH_OUTPUTS = 20
 

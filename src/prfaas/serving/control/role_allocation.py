@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -10,7 +9,6 @@ from typing import Any, Literal
 
 from prfaas.core.deployment import AppliedDeployment, ControlConfig, Role
 from prfaas.core.planner import PlanError
-from prfaas.core.planner.role_latency import QueueingModel, RoleLatency
 from prfaas.core.scheduling.allocation import (
     COOL_DOWN_PERIODS,
     DRAIN_CHECK_S,
@@ -19,16 +17,13 @@ from prfaas.core.scheduling.allocation import (
     DrainResult,
     RoleDrain,
 )
-from prfaas.core.scheduling.forecast import Outlook, foresight_of
 from prfaas.core.scheduling.length_window import LengthWindow
-from prfaas.core.scheduling.role_choice import ExpectedLoad, RoleOutlook
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.workload import WorkloadError
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
-from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.control.planning_inputs import OUTPUT_AGE_S, LiveFacts
+from prfaas.serving.control.planning_inputs import LiveFacts
 from prfaas.serving.running_deployment import RunningDeployment
 
 logger = logging.getLogger(__name__)
@@ -83,12 +78,6 @@ class RoleChanges:
     def converting(self) -> tuple[str, Role] | None:
         """The instance that drains, and for which role; None if none does."""
         return None if self._current is None else (self._current[0].instance, self._current[0].to_role)
-
-    @property
-    def drain_s(self) -> float:
-        """Duration of the last drain; before the first, the longest that is waited for."""
-        drains = [change.drained_s for change in self.history if change.drained_s is not None]
-        return drains[-1] if drains else DRAIN_LIMIT_S
 
     def begin(self, instance: str, to_role: Role, reason: str) -> bool:
         """Start to convert; False if another conversion is under way, or the instance has that role or has left."""
@@ -201,18 +190,14 @@ class RoleAllocation(Part):
         utilisation: StageUtilisation,
         window: LengthWindow,
         changes: RoleChanges,
-        *,
-        shortest_first: Callable[[], bool],
     ) -> None:
-        """`shortest_first`: the order in which prefills wait under the policy that routes now."""
         control = running.current.control
         self._running = running
         self._facts = facts
         self._utilisation = utilisation
         self.changes = changes
         self._clock = changes.clock
-        self._shortest_first = shortest_first
-        self._outlook = Outlook(window, foresight_of(control.forecast_period_s))
+        self._window = window
         self._allocator = Allocator(cool_down_s=COOL_DOWN_PERIODS * control.allocation_period_s)
         self.paused = False
         """Whether another gateway decides. After a pause the first evaluation comes a period later."""
@@ -240,27 +225,6 @@ class RoleAllocation(Part):
         """The last conversions, and the last evaluation."""
         return {"roles": {"conversions": self.changes.state(now_s), "last_evaluation": self.last}}
 
-    def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
-        """Write the gauges of the last evaluation."""
-        predicted = self.last.get("predicted")
-        if predicted is None:
-            return
-        # What there is no prediction of any more must not stay.
-        metrics.predicted_ttft_seconds.clear()
-        metrics.predicted_prefill_instances.clear()
-        metrics.expected_requests_per_s.clear()
-        expected = self.last["expected"]
-        source = "forecast" if expected["is_forecast"] else "measured"
-        metrics.expected_requests_per_s.labels(source).set(expected["requests_per_s"])
-        for roles in ("now", "best"):
-            told = predicted[roles]
-            if told is None:
-                continue
-            ttft_s = told["ttft_s"]
-            metrics.predicted_ttft_seconds.labels(roles).set(math.inf if ttft_s is None else ttft_s)
-            for cluster, count in told["prefill_instances"].items():
-                metrics.predicted_prefill_instances.labels(cluster, roles).set(count)
-
     async def run(self) -> None:
         """Until cancelled."""
         next_s = self._clock() + self._control.allocation_period_s
@@ -284,31 +248,20 @@ class RoleAllocation(Part):
                 for load in loads
             }
         }
-        period_s = self._control.allocation_period_s
-        self._allocator.cool_down_s = COOL_DOWN_PERIODS * period_s
-        expected = self._outlook.expect(
-            self._facts.output_tokens,
-            OUTPUT_AGE_S,
-            now_s,
-            self._allocator.lead_s(period_s, self.changes.drain_s),
-        )
-        if expected is None or self.changes.is_busy:
+        self._allocator.cool_down_s = COOL_DOWN_PERIODS * self._control.allocation_period_s
+        lengths, output_tokens = self._window.lengths(now_s), self._facts.output_tokens
+        if lengths is None or self.changes.is_busy:
             self.last["result"] = "converting" if self.changes.is_busy else "too few requests"
             return
-        means = expected.means
-        # Asked anew each time: at the start hardly any instance is there.
-        queues = QueueingModel(self._shortest_first())
-        load = ExpectedLoad(means.requests_per_s, queues, expected.is_forecast)
         try:
-            problem = self._facts.problem(expected.lengths, means.output_tokens)
-            conversion = await asyncio.to_thread(self._allocator.decide, loads, problem, now_s, load)
+            problem = self._facts.problem(lengths, output_tokens)
+            conversion = await asyncio.to_thread(self._allocator.decide, loads, problem, now_s)
         except (PlanError, WorkloadError) as error:
             self.last["result"] = str(error)
             return
         self.last |= {
             "result": "kept" if conversion is None else "conversion",
-            "expected": asdict(means) | {"is_forecast": expected.is_forecast},
-            "predicted": _told(self._allocator.outlook),
+            "traffic": {"uncached_tokens": lengths.mean(), "output_tokens": output_tokens},
         }
         if conversion is not None and self.paused:
             self.last["result"] = "another gateway decides now"
@@ -320,26 +273,3 @@ class RoleAllocation(Part):
                 "rate_best": conversion.rate_best,
             }
             self.changes.begin(conversion.instance, conversion.to_role, conversion.reason)
-
-
-def _told(outlook: RoleOutlook | None) -> dict[str, Any] | None:
-    """What was predicted, for JSON."""
-    if outlook is None:
-        return None
-    return {
-        "aim": outlook.aim,
-        "now": None if outlook.now is None else _latency(outlook.now),
-        "best": None if outlook.best is None else _latency(outlook.best),
-    }
-
-
-def _latency(found: RoleLatency) -> dict[str, Any]:
-    """Times in seconds; None where they are infinite."""
-    times = {
-        "ttft_s": found.ttft_s,
-        "prefill_wait_s": found.prefill_wait_s,
-        "decode_wait_s": found.decode_wait_s,
-        "utilisation": found.utilisation,
-    }
-    finite = {name: value if math.isfinite(value) else None for name, value in times.items()}
-    return {"prefill_instances": dict(found.prefill)} | finite

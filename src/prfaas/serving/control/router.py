@@ -10,7 +10,6 @@ from prfaas.core.deployment import AppliedDeployment
 from prfaas.core.deployment.types import BUILT_IN_POLICIES, DEFAULT_POLICY
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import CheckedPolicy, Decision, Policy, Route, RoutingRequest, View, make_policy
-from prfaas.core.scheduling.policy import is_shortest_first
 from prfaas.core.scheduling.routing import prefill_at_decode
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.hot_prefixes import HotPrefixes
@@ -40,13 +39,6 @@ class GuardedPolicy:
         except Exception as error:
             self._note(error)
             return self._default.decide(request, view)
-
-    def is_shortest_first(self, view: View) -> bool:
-        """See `is_shortest_first` of core; of the default policy where the own one fails. No failure is counted."""
-        try:
-            return is_shortest_first(CheckedPolicy(self._policy.policy), view)
-        except Exception:
-            return is_shortest_first(self._default, view)
 
     def _note(self, error: Exception) -> None:
         self._failures.inc()
@@ -172,13 +164,6 @@ class Router(Part):
         """Decisions so far, by route and reason."""
         routes = {str(route): dict(reasons) for route, reasons in self._reasons.items()}
         return {"requests": {"routed": self._routed}, "routes": routes}
-
-    def prefills_shortest_first(self) -> bool:
-        """The order in which prefills wait under the policy, asked anew each time. It never fails."""
-        policy, view = self._policy, self._cluster_state.view
-        if isinstance(policy, GuardedPolicy):
-            return policy.is_shortest_first(view)
-        return is_shortest_first(policy, view)
 
     def _named(self) -> Policy:
         """The policy that the file names, guarded where it is not one of ours."""

@@ -178,8 +178,7 @@ def scenario_of(
 
     `trace` is text in our own format. The cached beginning of every prompt stands in it as one text that all share:
     what a request found is right, whose text it was is not known. `workload` is a line for deployment files that say
-    nothing of their traffic, as `prfaas simulate` needs it; the trace's lengths count. `prediction` is what the control
-    plane itself expects of the roles as they are, where it has evaluated them.
+    nothing of their traffic, as `prfaas simulate` needs it; the trace's lengths count.
     """
     seen = sorted((record for record in records if record.prompt_tokens), key=lambda record: record.at_s)
     if not seen:
@@ -200,7 +199,6 @@ def scenario_of(
         "workload": _workload(seen),
         "changes": changes,
         "notes": notes,
-        "prediction": _prediction(state),
     }
 
 
@@ -267,8 +265,3 @@ def _changes(state: Mapping[str, Any], deployment: Deployment) -> tuple[list[str
     if out:
         notes.append(f"Out of routing now, but not in the simulation: {', '.join(out)}.")
     return changes, notes
-
-
-def _prediction(state: Mapping[str, Any]) -> Json | None:
-    predicted = state.get("roles", {}).get("last_evaluation", {}).get("predicted")
-    return None if predicted is None else predicted["now"]

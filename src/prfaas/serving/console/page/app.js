@@ -142,7 +142,6 @@ function Simulate() {
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   };
-  const wait = found?.prediction;
   return html`<div class="simulate">
     <p>The lengths and arrivals of the kept requests, with links and thresholds as they are now.</p>
     <button id="simulate-ask" onClick=${ask}>Simulate from here</button>
@@ -152,8 +151,7 @@ function Simulate() {
       <p>If that file has no <code>workload</code>, add this line to it first:</p>
       <pre tabindex="0">${found.workload}</pre>
       <button id="simulate-save" onClick=${save}>Save ${found.trace_name}</button>
-      ${found.notes.length > 0 && html`<ul>${found.notes.map((note) => html`<li key=${note}>${note}</li>`)}</ul>`}
-      <p>${wait?.ttft_s != null ? html`The scheduler itself expects a mean TTFT of <b>${format.seconds(wait.ttft_s)}</b> with the roles of now.` : 'The scheduler has no prediction of its own yet.'}</p>`}</div>
+      ${found.notes.length > 0 && html`<ul>${found.notes.map((note) => html`<li key=${note}>${note}</li>`)}</ul>`}`}</div>
   </div>`;
 }
 
