@@ -12,7 +12,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,10 +149,6 @@ class _Watched:
         self.count += 1
         self._digest.update(_line(decision).encode())
         return decision
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
-        # Questions about the order of prefills are asked of a copy, and are no decisions.
-        return deepcopy(self._policy, memo)
 
 
 def _line(decision: Decision) -> str:
