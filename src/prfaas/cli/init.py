@@ -26,28 +26,31 @@ def init(
     list_only: Annotated[bool, typer.Option("--list", help="Show the examples and write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a deployment file: one of the examples, or one for your sites with key and certificates.
+    """Write a deployment file: an example, a model's recipe, or one for your sites with key and certificates.
 
     KIND of a site is prfaas (only prefills long prompts) or pd (serves clients). One engine is on each of its HOSTS.
     HARDWARE is a word of yours with the GPUs of one engine, or cpu, or synthetic. Key and certificates go to the
-    deployment's folder in $PRFAAS_HOME; what is there already stays.
+    deployment's folder in $PRFAAS_HOME; what is there already stays. --list shows the recipes, too.
 
-    Examples: prfaas init; prfaas init paper -o deployments; prfaas init --list; prfaas init llm
+    Examples: prfaas init; prfaas init paper -o deployments; prfaas init --list; prfaas init --recipe gpt-oss-120b
+    --site east:192.0.2.1,192.0.2.2 --site home:10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4; prfaas init llm
     --model /models/qwen3-next --site east:prfaas:h200x8:192.0.2.10 --site home:pd:h20x8:198.51.100.10,198.51.100.11
     --link "east:home:40 Gbit/s"
     """
 
     from prfaas.core.deployment.examples import example_files
 
-    if given.site:
-        from prfaas.cli.init_draft import write_draft
+    if given.recipe is not None or given.site:
+        from prfaas.cli.init_draft import write_draft, write_recipe
 
-        write_draft(given, out, secrets=secrets, force=force, as_json=as_json)
+        write = write_draft if given.recipe is None else write_recipe
+        write(given, out, secrets=secrets, force=force, as_json=as_json)
         return
     given.check_unused()
     name = given.name
     files = {path.stem: path for path in example_files().values()}
     if list_only:
+        files |= {f"--recipe {path.stem}": path for path in example_files("recipes").values()}
         if as_json:
             print_json({each: _about(path) for each, path in files.items()})
             return

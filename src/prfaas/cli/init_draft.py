@@ -1,5 +1,7 @@
-"""`prfaas init` for sites of one's own: the file, its key, its certificates and the operators' token."""
+"""`prfaas init` for sites of one's own: a drafted file or a recipe, key, certificates and the operators' token."""
 
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,10 +9,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from prfaas.cli.common import CliError, made_folder, print_json
-from prfaas.cli.draft import Draft, DraftLink, DraftSite, drafted_source
+from prfaas.cli.draft import Draft, DraftLink, DraftSite, check_host, check_model, drafted_source
 from prfaas.cli.draft_options import DraftOptions
 from prfaas.core.deployment import DeploymentError, load_deployment
+from prfaas.core.deployment.examples import example_files
 from prfaas.core.extras import how_to_install
+from prfaas.tools.emit.template import yaml_scalar
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import Deployment
@@ -29,9 +33,68 @@ def write_draft(given: DraftOptions, out: Path, *, secrets: bool, force: bool, a
     target = made_folder(out) / f"{draft.name}.yaml"
     if target.exists() and not force:
         raise CliError(f"{target} is there already; --force overwrites it")
-    loaded = _written(draft, target)
+    loaded = _written(draft.text(), target)
     made = _secrets(loaded) if secrets and not draft.is_on_one_machine else ()
     following = f"prfaas up {target}" if draft.is_on_one_machine else f"prfaas emit systemd {target} -o DIR"
+    _print_made(target, made, following, as_json)
+
+
+def write_recipe(given: DraftOptions, out: Path, *, secrets: bool, force: bool, as_json: bool) -> None:
+    """Write a recipe with the user's hosts and checkpoint, and beside it the profiles that it names.
+
+    Raises:
+        CliError: there is no such recipe, the hosts don't fit its machines, or a file is there already.
+    """
+    given.check_unused()
+    recipes = example_files("recipes")
+    source = recipes.get(f"{given.recipe}.yaml")
+    if source is None:
+        known = ", ".join(path.stem for path in recipes.values()) or "none with this installation"
+        raise CliError(f'there is no recipe "{given.recipe}"; there are {known}')
+    text = _filled_in(source, given)
+    target = made_folder(out) / source.name
+    if target.exists() and not force:
+        raise CliError(f"{target} is there already; --force overwrites it")
+    for profile in re.findall(r"^ *profile: (\S+/\S+)$", text, re.MULTILINE):
+        beside = target.parent / profile
+        # What is there may have been measured since.
+        if force or not beside.exists():
+            made_folder(beside.parent)
+            shutil.copyfile(source.parent / profile, beside)
+    loaded = _written(text, target)
+    made = _secrets(loaded) if secrets and given.site else ()
+    following = f"prfaas emit kubernetes {target} -o DIR" if given.site else f"prfaas plan {target}"
+    _print_made(target, made, following, as_json)
+
+
+def _filled_in(source: Path, given: DraftOptions) -> str:
+    """A recipe's text with the hosts of every site, in the order of its machines; without any, with its own."""
+    machines: dict[str, dict[str, None]] = {}
+    for instance in load_deployment(source).instances:
+        machines.setdefault(instance.cluster, {})[instance.host] = None
+    hosts: dict[str, str] = {}
+    for site, listed in (text.partition(":")[::2] for text in given.site or ()):
+        old, new = machines.pop(site, {}), [host.strip() for host in listed.split(",") if host.strip()]
+        if len(old) != len(new):
+            problem = f"has {len(old)} machines there" if old else "has no such site, or it is given twice"
+            raise CliError(f'--site "{site}:{listed}": recipe {given.recipe} {problem}; write SITE:HOST,HOST')
+        for host in new:
+            check_host(host, f"site {site}:")
+        hosts |= zip(old, new, strict=True)
+    if hosts and machines:
+        raise CliError(
+            f"recipe {given.recipe} has hosts at {' and '.join(machines)}, too; give --site for all"
+        )
+    text = source.read_text(encoding="utf-8")
+    if given.model is not None:
+        check_model(given.model)
+        found = drafted_source(given.model)
+        kind, name = ("path", given.model) if found is None else (found.kind, found.name)
+        text = re.sub("^  path: .*$", lambda _: f"  {kind}: {yaml_scalar(name)}", text, flags=re.MULTILINE)
+    return re.sub(r"(?<=\bhost: )[\d.]+", lambda found: yaml_scalar(hosts.get(found[0], found[0])), text)
+
+
+def _print_made(target: Path, made: tuple[Path, ...], following: str, as_json: bool) -> None:
     if as_json:
         print_json({"file": str(target), "secrets": [str(path) for path in made], "next": following})
         return
@@ -63,11 +126,11 @@ def _name_of(model: str) -> str:
     return (model if source is None else source.name).rstrip("/").rpartition("/")[2] or "model"
 
 
-def _written(draft: Draft, target: Path) -> "Deployment":
+def _written(text: str, target: Path) -> "Deployment":
     """The file, checked before it takes the place of another."""
     trial = target.with_name(f".{target.name}.new")
     try:
-        trial.write_text(draft.text(), encoding="utf-8")
+        trial.write_text(text, encoding="utf-8")
         try:
             load_deployment(trial)
         except DeploymentError as error:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 model = typer.Typer(
-    no_args_is_help=True, help="Put models on this machine: tiny and trained ones, or a deployment's."
+    name="model",
+    no_args_is_help=True,
+    help="Put models on this machine: tiny and trained ones, or a deployment's.",
 )
 
 
