@@ -131,6 +131,14 @@ def made_folder(directory: Path) -> Path:
     return directory
 
 
+def new_file(folder: Path, name: str, *, force: bool) -> Path:
+    """The path of a file to write, once its folder is made. CliError: it is there already, and `force` isn't given."""
+    target = made_folder(folder) / name
+    if target.exists() and not force:
+        raise CliError(f"{target} is there already; --force overwrites it")
+    return target
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that an option asks for, and say so on stderr."""
     path.write_text(text, encoding="utf-8")

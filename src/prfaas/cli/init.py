@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, CliError, made_folder, print_json
+from prfaas.cli.common import AsJson, CliError, new_file, print_json
 from prfaas.cli.draft_options import DraftOptions
 from prfaas.cli.option_groups import with_groups
 
@@ -23,7 +23,9 @@ def init(
         bool, typer.Option("--secrets/--no-secrets", help="Make key, certificates and operators' token, too.")
     ] = True,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
-    list_only: Annotated[bool, typer.Option("--list", help="Show the examples and write nothing.")] = False,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Show examples and recipes and write nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a deployment file: an example, a model's recipe, or one for your sites with key and certificates.
@@ -40,47 +42,65 @@ def init(
 
     from prfaas.core.deployment.examples import example_files
 
-    if given.recipe is not None or given.site:
-        from prfaas.cli.init_draft import write_draft, write_recipe
+    if given.recipe is None and given.site:
+        from prfaas.cli.init_draft import write_draft
 
-        write = write_draft if given.recipe is None else write_recipe
-        write(given, out, secrets=secrets, force=force, as_json=as_json)
+        write_draft(given, out, secrets=secrets, force=force, as_json=as_json)
         return
     given.check_unused()
-    name = given.name
-    files = {path.stem: path for path in example_files().values()}
+    examples, recipes = ({path.stem: path for path in example_files(at).values()} for at in ("", "recipes"))
     if list_only:
-        files |= {f"--recipe {path.stem}": path for path in example_files("recipes").values()}
+        _list(examples | {f"--recipe {name}": path for name, path in recipes.items()}, as_json)
+    elif given.recipe is None:
+        source = _chosen(examples, "example", given.name)
+        target = _beside_its_folders(source, out, force)
+        target.write_bytes(source.read_bytes())
+        following = f"prfaas {_use(source)} {target}"
         if as_json:
-            print_json({each: _about(path) for each, path in files.items()})
-            return
-        width = max(map(len, files), default=0)
-        for each, path in files.items():
-            typer.echo(f"{each:{width}}  {_about(path)}")
+            print_json({"file": str(target), "next": following})
+        else:
+            typer.echo(f"wrote {target}; next: {following}")
+    else:
+        from prfaas.cli.init_draft import filled_in, write_checked
+
+        source = _chosen(recipes, "recipe", given.recipe)
+        text = filled_in(source, given)
+        target = _beside_its_folders(source, out, force)
+        following = f"prfaas emit kubernetes {target} -o DIR" if given.site else f"prfaas plan {target}"
+        write_checked(text, target, following, secrets=secrets and bool(given.site), as_json=as_json)
+
+
+def _list(files: dict[str, Path], as_json: bool) -> None:
+    if as_json:
+        print_json({each: _about(path) for each, path in files.items()})
         return
+    width = max(map(len, files), default=0)
+    for each, path in files.items():
+        typer.echo(f"{each:{width}}  {_about(path)}")
+
+
+def _chosen(files: dict[str, Path], what: str, name: str) -> Path:
     source = files.get(name.removesuffix(".yaml"))
     if source is None:
         known = ", ".join(files) or "none with this installation"
-        raise CliError(f'there is no example "{name}"; there are {known}')
-    target = made_folder(out) / source.name
-    if target.exists() and not force:
-        raise CliError(f"{target} is there already; --force overwrites it")
+        raise CliError(f'there is no {what} "{name}"; there are {known}')
+    return source
+
+
+def _beside_its_folders(source: Path, out: Path, force: bool) -> Path:
+    """Where a file goes, once the folders that it names are there."""
+    target = new_file(out, source.name, force=force)
     for folder in folders_of(source):
         # Two examples may share one, and what is there may have been changed.
         if force or not (target.parent / folder.name).exists():
             shutil.copytree(folder, target.parent / folder.name, dirs_exist_ok=True)
-    target.write_bytes(source.read_bytes())
-    following = f"prfaas {_use(source)} {target}"
-    if as_json:
-        print_json({"file": str(target), "next": following})
-    else:
-        typer.echo(f"wrote {target}; next: {following}")
+    return target
 
 
 def folders_of(example: Path) -> list[Path]:
     """Folders beside an example that its fields name: a model, profiles."""
     named = re.findall(
-        r"^ *(?:path|profile): ([\w-]+)(?:/\S+)?$", example.read_text(encoding="utf-8"), re.MULTILINE
+        r"^ *(?:path|profile): ([\w.-]+)(?:/\S+)?$", example.read_text(encoding="utf-8"), re.MULTILINE
     )
     return [folder for name in sorted(set(named)) if (folder := example.parent / name).is_dir()]
 

@@ -1,18 +1,16 @@
 """`prfaas init` for sites of one's own: a drafted file or a recipe, key, certificates and the operators' token."""
 
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from prfaas.cli.common import CliError, made_folder, print_json
+from prfaas.cli.common import CliError, new_file, print_json
 from prfaas.cli.draft import Draft, DraftLink, DraftSite, check_host, check_model, drafted_source
 from prfaas.cli.draft_options import DraftOptions
 from prfaas.core.deployment import DeploymentError, load_deployment
-from prfaas.core.deployment.examples import example_files
 from prfaas.core.extras import how_to_install
 from prfaas.tools.emit.template import yaml_scalar
 
@@ -30,45 +28,34 @@ def write_draft(given: DraftOptions, out: Path, *, secrets: bool, force: bool, a
     """
     draft = _draft(given)
     draft.check()
-    target = made_folder(out) / f"{draft.name}.yaml"
-    if target.exists() and not force:
-        raise CliError(f"{target} is there already; --force overwrites it")
-    loaded = _written(draft.text(), target)
-    made = _secrets(loaded) if secrets and not draft.is_on_one_machine else ()
-    following = f"prfaas up {target}" if draft.is_on_one_machine else f"prfaas emit systemd {target} -o DIR"
-    _print_made(target, made, following, as_json)
+    target = new_file(out, f"{draft.name}.yaml", force=force)
+    own = draft.is_on_one_machine
+    following = f"prfaas up {target}" if own else f"prfaas emit systemd {target} -o DIR"
+    write_checked(draft.text(), target, following, secrets=secrets and not own, as_json=as_json)
 
 
-def write_recipe(given: DraftOptions, out: Path, *, secrets: bool, force: bool, as_json: bool) -> None:
-    """Write a recipe with the user's hosts and checkpoint, and beside it the profiles that it names.
+def write_checked(text: str, target: Path, following: str, *, secrets: bool, as_json: bool) -> None:
+    """Write a deployment file that can be run, make its secrets if wanted, and say what to do next.
 
     Raises:
-        CliError: there is no such recipe, the hosts don't fit its machines, or a file is there already.
+        CliError: the text makes no deployment.
     """
-    given.check_unused()
-    recipes = example_files("recipes")
-    source = recipes.get(f"{given.recipe}.yaml")
-    if source is None:
-        known = ", ".join(path.stem for path in recipes.values()) or "none with this installation"
-        raise CliError(f'there is no recipe "{given.recipe}"; there are {known}')
-    text = _filled_in(source, given)
-    target = made_folder(out) / source.name
-    if target.exists() and not force:
-        raise CliError(f"{target} is there already; --force overwrites it")
-    for profile in re.findall(r"^ *profile: (\S+/\S+)$", text, re.MULTILINE):
-        beside = target.parent / profile
-        # What is there may have been measured since.
-        if force or not beside.exists():
-            made_folder(beside.parent)
-            shutil.copyfile(source.parent / profile, beside)
     loaded = _written(text, target)
-    made = _secrets(loaded) if secrets and given.site else ()
-    following = f"prfaas emit kubernetes {target} -o DIR" if given.site else f"prfaas plan {target}"
-    _print_made(target, made, following, as_json)
+    made = _secrets(loaded) if secrets else ()
+    if as_json:
+        print_json({"file": str(target), "secrets": [str(path) for path in made], "next": following})
+        return
+    typer.echo(f"wrote {target}; next: {following}")
+    for path in made:
+        typer.echo(f"made {path}")
 
 
-def _filled_in(source: Path, given: DraftOptions) -> str:
-    """A recipe's text with the hosts of every site, in the order of its machines; without any, with its own."""
+def filled_in(source: Path, given: DraftOptions) -> str:
+    """A recipe's text with the user's checkpoint and hosts, in the order of its machines; without any, with its own.
+
+    Raises:
+        CliError: hosts or checkpoint can't be those of the recipe.
+    """
     machines: dict[str, dict[str, None]] = {}
     for instance in load_deployment(source).instances:
         machines.setdefault(instance.cluster, {})[instance.host] = None
@@ -92,15 +79,6 @@ def _filled_in(source: Path, given: DraftOptions) -> str:
         kind, name = ("path", given.model) if found is None else (found.kind, found.name)
         text = re.sub("^  path: .*$", lambda _: f"  {kind}: {yaml_scalar(name)}", text, flags=re.MULTILINE)
     return re.sub(r"(?<=\bhost: )[\d.]+", lambda found: yaml_scalar(hosts.get(found[0], found[0])), text)
-
-
-def _print_made(target: Path, made: tuple[Path, ...], following: str, as_json: bool) -> None:
-    if as_json:
-        print_json({"file": str(target), "secrets": [str(path) for path in made], "next": following})
-        return
-    typer.echo(f"wrote {target}; next: {following}")
-    for path in made:
-        typer.echo(f"made {path}")
 
 
 def _draft(given: DraftOptions) -> Draft:

@@ -131,8 +131,7 @@ _Revision = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection(Section, on_change=EVERYTHING):
-    """Which model, under which name, up to which length. Exactly one of the six that name it, but that `published` may
-    stand beside `path` or `hub`.
+    """Which model, under which name, up to which length. One of the six that name it; `published` also beside others.
 
     `published` and `config` are enough to plan with, and then the name and the length may be left out.
     """
