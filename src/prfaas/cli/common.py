@@ -240,7 +240,6 @@ ReadyTimeout = Annotated[
         metavar="SECONDS",
         min=1.0,
         help="Give engines up that are not ready by then; default: 1200.",
-        show_default=False,
     ),
 ]
 DRAIN_TIMEOUT_S = 30.0
@@ -255,14 +254,13 @@ DrainTimeout = Annotated[
 ]
 LogFormatOption = Annotated[
     str | None,
-    typer.Option("--log-format", help="text (default) or json, one object per line.", show_default=False),
+    typer.Option("--log-format", help="text (default) or json, one object per line."),
 ]
 LogLevelOption = Annotated[
     str | None,
     typer.Option(
         "--log-level",
         help="debug, info (default), warning or error: what is less is left out.",
-        show_default=False,
     ),
 ]
 TokenFile = Annotated[
@@ -271,7 +269,6 @@ TokenFile = Annotated[
         "--token-file",
         metavar="FILE",
         help="Where the operators' token is; default: what the deployment file says.",
-        show_default=False,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")]

@@ -18,7 +18,6 @@ class DraftOptions:
         typer.Argument(
             metavar="[NAME]",
             help="An example's name; with --site the deployment's.",
-            show_default=True,
         ),
     ] = "local"
     recipe: Annotated[

@@ -96,7 +96,7 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
 for title, commands in _COMMANDS.items():
     for command in commands:
         if isinstance(command, typer.Typer):
-            app.add_typer(command, rich_help_panel=title)
+            app.add_typer(command, name=command.info.name, rich_help_panel=title)
         else:
             app.command(rich_help_panel=title)(command)
 
