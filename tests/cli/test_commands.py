@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -105,9 +106,28 @@ def test_the_overview_has_whole_sentences(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "--help") == 0
-    text = " ".join(capsys.readouterr().out.partition("Commands:")[2].split())
+    printed = capsys.readouterr().out
+    text = " ".join(printed.partition("Run:")[2].split())
     assert "that disaggregation really happens. status Show" in text
     assert text.endswith(".") and "..." not in text and "(the paper's equation 2). profile" in text
+    panels = re.findall(r"^(\w+):$", printed, re.MULTILINE)
+    assert panels == ["Options", "Run", "Watch", "Decide", "Extend"]
+
+
+@pytest.mark.parametrize("args", [("--help",), ("init", "--help"), ("emit", "kubernetes", "--help")])
+def test_flags_have_no_type(
+    args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *args) == 0
+    printed = capsys.readouterr().out
+    assert "--help" in printed and "<bool>" not in printed
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "prfaas", "--version"], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout == f"prfaas {__version__}\n"
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,8 @@ IN_THE_WHEEL = (
     "prfaas/py.typed",
     "prfaas/examples/local.yaml",
     "prfaas/examples/paper.yaml",
+    "prfaas/examples/recipes/gpt-oss-120b.yaml",
+    "prfaas/examples/recipes/gpt-oss-120b/h200.yaml",
     "prfaas/examples/traces/mooncake_burst.jsonl.gz",
     "prfaas/core/kv/data/published.yaml",
     "prfaas/serving/engines/trained/smollm2/config.json",

@@ -131,6 +131,14 @@ def made_folder(directory: Path) -> Path:
     return directory
 
 
+def new_file(folder: Path, name: str, *, force: bool) -> Path:
+    """The path of a file to write, once its folder is made. CliError: it is there already, and `force` isn't given."""
+    target = made_folder(folder) / name
+    if target.exists() and not force:
+        raise CliError(f"{target} is there already; --force overwrites it")
+    return target
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that an option asks for, and say so on stderr."""
     path.write_text(text, encoding="utf-8")
@@ -232,7 +240,6 @@ ReadyTimeout = Annotated[
         metavar="SECONDS",
         min=1.0,
         help="Give engines up that are not ready by then; default: 1200.",
-        show_default=False,
     ),
 ]
 DRAIN_TIMEOUT_S = 30.0
@@ -247,14 +254,13 @@ DrainTimeout = Annotated[
 ]
 LogFormatOption = Annotated[
     str | None,
-    typer.Option("--log-format", help="text (default) or json, one object per line.", show_default=False),
+    typer.Option("--log-format", help="text (default) or json, one object per line."),
 ]
 LogLevelOption = Annotated[
     str | None,
     typer.Option(
         "--log-level",
         help="debug, info (default), warning or error: what is less is left out.",
-        show_default=False,
     ),
 ]
 TokenFile = Annotated[
@@ -263,7 +269,6 @@ TokenFile = Annotated[
         "--token-file",
         metavar="FILE",
         help="Where the operators' token is; default: what the deployment file says.",
-        show_default=False,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")]

@@ -1,4 +1,4 @@
-"""Shell completions: names of policies and models, and those in a deployment file.
+"""Shell completions: names of policies, models and recipes, and those in a deployment file.
 
 Nothing here may fail or be slow: it runs at every press of the Tab key, and a file may be half written.
 """
@@ -24,6 +24,13 @@ def model_names() -> list[str]:
     from prfaas.core.kv import published_models
 
     return [each.kv_model.name for each in published_models()]
+
+
+def recipe_names() -> list[str]:
+    """Of deployment files for models that people run."""
+    from prfaas.core.deployment.examples import example_files
+
+    return [path.stem for path in example_files("recipes").values()]
 
 
 def made_model_names() -> list[str]:

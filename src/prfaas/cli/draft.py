@@ -63,7 +63,7 @@ class DraftSite:
                 f"site {name} has no hosts; write addresses or names with commas between, for example 192.0.2.10"
             )
         for host in listed:
-            _check_host(host, f"site {name}:")
+            check_host(host, f"site {name}:")
             if host in _EVERY_ADDRESS:
                 raise CliError(
                     f'site {name}: "{host}" is no address that others can connect to; write the machine\'s own'
@@ -124,8 +124,8 @@ class Draft:
             )
         if not any(site.kind == "pd" for site in self.sites):
             raise CliError("no site serves clients; give one of kind pd")
-        _check_model(self.model)
-        _check_host(self.gateway_host, "--gateway")
+        check_model(self.model)
+        check_host(self.gateway_host, "--gateway")
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -183,7 +183,7 @@ def drafted_source(model: str) -> ModelSource | None:
     return ModelSource("hub", name) if kind == "hub" else None
 
 
-def _check_model(model: str) -> None:
+def check_model(model: str) -> None:
     """Check that every machine can find the model there.
 
     Raises:
@@ -208,7 +208,8 @@ def _check_model(model: str) -> None:
         )
 
 
-def _check_host(host: str, where: str) -> None:
+def check_host(host: str, where: str) -> None:
+    """Raise CliError if it is neither an address nor a name of a machine; `where` begins the sentence."""
     try:
         checked_host(host)
     except ValueError as error:

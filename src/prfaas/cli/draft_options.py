@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from prfaas.cli.common import CliError
+from prfaas.cli.completions import recipe_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,16 @@ class DraftOptions:
         typer.Argument(
             metavar="[NAME]",
             help="An example's name; with --site the deployment's.",
-            show_default=True,
         ),
     ] = "local"
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=recipe_names,
+            help="A deployment of a model that people run, with your hosts: --site SITE:HOSTS.",
+        ),
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(
@@ -53,8 +61,11 @@ class DraftOptions:
     ] = None
 
     def check_unused(self) -> None:
-        """Raise CliError if one is given that says nothing about an example."""
-        for field in ("model", "served_name", "max_model_len", "link", "gateway"):
+        """Raise CliError if one is given that says nothing about an example or a recipe."""
+        own = ("served_name", "max_model_len", "link", "gateway")
+        for field in own if self.recipe else ("model", *own):
             if getattr(self, field) not in (None, []):
                 option = f"--{field.replace('_', '-')}"
+                if self.recipe:
+                    raise CliError(f"{option} does not go with --recipe; edit the file that it writes")
                 raise CliError(f"{option} is for a file of your own; give its sites, too: --site")

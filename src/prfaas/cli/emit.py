@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from prfaas.tools.emit.blueprint import EmittedFile
 
 emit = typer.Typer(
+    name="emit",
     no_args_is_help=True,
     help="Write files for systemd, Docker Compose or Kubernetes from the one deployment file.",
 )

@@ -19,7 +19,6 @@ def explain(
         typer.Argument(
             metavar="[DEPLOYMENT|URL]",
             help="The deployment file, or the URL of the gateway's operators.",
-            show_default=True,
         ),
     ] = _DEFAULT_URL,
     token_file: TokenFile = None,

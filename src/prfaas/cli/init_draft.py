@@ -1,16 +1,18 @@
-"""`prfaas init` for sites of one's own: the file, its key, its certificates and the operators' token."""
+"""`prfaas init` for sites of one's own: a drafted file or a recipe, key, certificates and the operators' token."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from prfaas.cli.common import CliError, made_folder, print_json
-from prfaas.cli.draft import Draft, DraftLink, DraftSite, drafted_source
+from prfaas.cli.common import CliError, new_file, print_json
+from prfaas.cli.draft import Draft, DraftLink, DraftSite, check_host, check_model, drafted_source
 from prfaas.cli.draft_options import DraftOptions
 from prfaas.core.deployment import DeploymentError, load_deployment
 from prfaas.core.extras import how_to_install
+from prfaas.tools.emit.template import yaml_scalar
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import Deployment
@@ -26,18 +28,57 @@ def write_draft(given: DraftOptions, out: Path, *, secrets: bool, force: bool, a
     """
     draft = _draft(given)
     draft.check()
-    target = made_folder(out) / f"{draft.name}.yaml"
-    if target.exists() and not force:
-        raise CliError(f"{target} is there already; --force overwrites it")
-    loaded = _written(draft, target)
-    made = _secrets(loaded) if secrets and not draft.is_on_one_machine else ()
-    following = f"prfaas up {target}" if draft.is_on_one_machine else f"prfaas emit systemd {target} -o DIR"
+    target = new_file(out, f"{draft.name}.yaml", force=force)
+    own = draft.is_on_one_machine
+    following = f"prfaas up {target}" if own else f"prfaas emit systemd {target} -o DIR"
+    write_checked(draft.text(), target, following, secrets=secrets and not own, as_json=as_json)
+
+
+def write_checked(text: str, target: Path, following: str, *, secrets: bool, as_json: bool) -> None:
+    """Write a deployment file that can be run, make its secrets if wanted, and say what to do next.
+
+    Raises:
+        CliError: the text makes no deployment.
+    """
+    loaded = _written(text, target)
+    made = _secrets(loaded) if secrets else ()
     if as_json:
         print_json({"file": str(target), "secrets": [str(path) for path in made], "next": following})
         return
     typer.echo(f"wrote {target}; next: {following}")
     for path in made:
         typer.echo(f"made {path}")
+
+
+def filled_in(source: Path, given: DraftOptions) -> str:
+    """A recipe's text with the user's checkpoint and hosts, in the order of its machines; without any, with its own.
+
+    Raises:
+        CliError: hosts or checkpoint can't be those of the recipe.
+    """
+    machines: dict[str, dict[str, None]] = {}
+    for instance in load_deployment(source).instances:
+        machines.setdefault(instance.cluster, {})[instance.host] = None
+    hosts: dict[str, str] = {}
+    for site, listed in (text.partition(":")[::2] for text in given.site or ()):
+        old, new = machines.pop(site, {}), [host.strip() for host in listed.split(",") if host.strip()]
+        if len(old) != len(new):
+            problem = f"has {len(old)} machines there" if old else "has no such site, or it is given twice"
+            raise CliError(f'--site "{site}:{listed}": recipe {given.recipe} {problem}; write SITE:HOST,HOST')
+        for host in new:
+            check_host(host, f"site {site}:")
+        hosts |= zip(old, new, strict=True)
+    if hosts and machines:
+        raise CliError(
+            f"recipe {given.recipe} has hosts at {' and '.join(machines)}, too; give --site for all"
+        )
+    text = source.read_text(encoding="utf-8")
+    if given.model is not None:
+        check_model(given.model)
+        found = drafted_source(given.model)
+        kind, name = ("path", given.model) if found is None else (found.kind, found.name)
+        text = re.sub("^  path: .*$", lambda _: f"  {kind}: {yaml_scalar(name)}", text, flags=re.MULTILINE)
+    return re.sub(r"(?<=\bhost: )[\d.]+", lambda found: yaml_scalar(hosts.get(found[0], found[0])), text)
 
 
 def _draft(given: DraftOptions) -> Draft:
@@ -63,11 +104,11 @@ def _name_of(model: str) -> str:
     return (model if source is None else source.name).rstrip("/").rpartition("/")[2] or "model"
 
 
-def _written(draft: Draft, target: Path) -> "Deployment":
+def _written(text: str, target: Path) -> "Deployment":
     """The file, checked before it takes the place of another."""
     trial = target.with_name(f".{target.name}.new")
     try:
-        trial.write_text(draft.text(), encoding="utf-8")
+        trial.write_text(text, encoding="utf-8")
         try:
             load_deployment(trial)
         except DeploymentError as error:

@@ -54,11 +54,28 @@ class _Overview(TyperGroup):
         super().format_help(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, command.get_short_help_str(_WHOLE)) for name, command in commands if command]
-            )
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            panels.setdefault(command.rich_help_panel, []).append((name, command.get_short_help_str(_WHOLE)))
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _hide_type_of_flags(command, ctx)
+        return command
+
+
+def _hide_type_of_flags(command: Any, ctx: Any) -> None:
+    """Help says "<bool>" beside each, which takes no value."""
+    for each in (*command.params, command.get_help_option(ctx)):
+        if getattr(each, "is_flag", False) and each.metavar is None:
+            each.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _hide_type_of_flags(inner, ctx)
 
 
 app = typer.Typer(
@@ -68,36 +85,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
-    init,
-    schema,
-    up,
-    serve,
-    engine,
-    key,
-    certs,
-    doctor,
-    status,
-    drain,
-    undrain,
-    reload,
-    explain,
-    demo,
-    models,
-    bandwidth,
-    profile,
-    plan,
-    policies,
-    simulate,
-    study,
-    reproduce,
-    replay,
-):
-    app.command()(command)
-app.add_typer(model, name="model")
-app.add_typer(monitoring, name="monitoring")
-app.add_typer(pool, name="pool")
-app.add_typer(emit, name="emit")
+# By what they are for, as the overview has them.
+_COMMANDS: dict[str, tuple[Any, ...]] = {
+    "Run": (init, up, serve, engine, model, pool, key, certs, emit, reload, drain, undrain),
+    "Watch": (doctor, status, explain, demo, replay, monitoring),
+    "Decide": (models, bandwidth, profile, plan, simulate, study, reproduce),
+    "Extend": (policies, schema),
+}
+
+for title, commands in _COMMANDS.items():
+    for command in commands:
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=command.info.name, rich_help_panel=title)
+        else:
+            app.command(rich_help_panel=title)(command)
 
 
 def _print_version(wanted: bool) -> None:

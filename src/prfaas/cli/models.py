@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes, named_model
-from prfaas.cli.common import AsJson, CliError, DeploymentPath, print_json
+from prfaas.cli.common import AsJson, CliError, DeploymentPath, console, print_json
 from prfaas.cli.completions import made_model_names, model_names
 
 if TYPE_CHECKING:
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 model = typer.Typer(
-    no_args_is_help=True, help="Put models on this machine: tiny and trained ones, or a deployment's."
+    name="model",
+    no_args_is_help=True,
+    help="Put models on this machine: tiny and trained ones, or a deployment's.",
 )
 
 
@@ -155,9 +157,8 @@ def models(
     try:
         rows = [(each.per_rank(tensor_parallel), published) for each, published in listed]
     except ValueError as error:
-        if model is None:
-            raise CliError(f"--tensor-parallel {tensor_parallel}: {error}; name one model") from error
-        raise CliError(f"--tensor-parallel {tensor_parallel}: {error}") from error
+        advice = "; name one model" if model is None else ""
+        raise CliError(f"--tensor-parallel {tensor_parallel}: {error}{advice}") from error
     if as_json:
         documents = [_document(each, published, tensor_parallel) for each, published in rows]
         print_json(documents if model is None else documents[0])
@@ -225,14 +226,10 @@ def kind(group: object) -> str:
 
 def _print_table(models: "list[KvModel]", tensor_parallel: int) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from prfaas.core.units import MIB
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=150)
     title = "KVCache of one request" + (
         f", on each of {tensor_parallel} ranks" if tensor_parallel > 1 else ""
     )
@@ -255,7 +252,7 @@ def _print_table(models: "list[KvModel]", tensor_parallel: int) -> None:
             f"{model.token_bytes:,}",
             *(f"{size / MIB:,.1f}" if size else "–" for size in sizes),
         )
-    console.print(table)
+    console(150).print(table)
 
 
 def _print_sources(models: "list[PublishedModel]") -> None:

@@ -9,7 +9,9 @@ from prfaas.cli.common import AsJson, DeploymentPath, print_json
 from prfaas.cli.emit import write_emitted
 
 monitoring = typer.Typer(
-    help="Dashboards for Grafana, alert rules and scrape configuration for Prometheus.", no_args_is_help=True
+    name="monitoring",
+    help="Dashboards for Grafana, alert rules and scrape configuration for Prometheus.",
+    no_args_is_help=True,
 )
 
 Folder = Annotated[

@@ -42,7 +42,10 @@ class _PoolGroup(TyperGroup):
 
 
 pool = typer.Typer(
-    cls=_PoolGroup, no_args_is_help=True, help="Prefix-cache pools: start, look at, clear, verify."
+    name="pool",
+    cls=_PoolGroup,
+    no_args_is_help=True,
+    help="Prefix-cache pools: start, look at, clear, verify.",
 )
 
 

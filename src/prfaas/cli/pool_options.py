@@ -24,7 +24,6 @@ class PoolsAsked:
         pool_option(
             metavar="SIZE",
             help="Memory of every machine's pool, in place of what the file gives; 0: no pools.",
-            show_default=False,
         ),
     ] = None
     pool_ssd: Annotated[
@@ -32,7 +31,6 @@ class PoolsAsked:
         pool_option(
             metavar="SIZE",
             help="SSD of every machine's pool, in place of what the file gives.",
-            show_default=False,
         ),
     ] = None
     pool_rate: Annotated[
@@ -40,7 +38,6 @@ class PoolsAsked:
         pool_option(
             metavar="TIER=RATE",
             help=f"How fast a machine loads from a tier ({', '.join(_TIERS)}), e.g. ssd=48Gbit/s; may be repeated.",
-            show_default=False,
         ),
     ] = None
 

@@ -91,7 +91,6 @@ def simulate(
         _world_option(
             "--caches/--no-caches",
             help="Prefix caches on every instance. Default: only with --trace.",
-            show_default=False,
         ),
     ] = None,
     cache_memory: Annotated[

@@ -35,7 +35,7 @@ def study(
         ),
     ],
     deployment: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Default: examples/paper.yaml.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Default: examples/paper.yaml.")
     ] = None,
     folder: Annotated[
         Path | None,
@@ -43,7 +43,6 @@ def study(
             "--studies",
             metavar="DIR",
             help="A Python package whose STUDIES has studies by name. Default: studies/ of the checkout.",
-            show_default=False,
         ),
     ] = None,
     out: Annotated[

@@ -135,7 +135,7 @@ def _instances(file: DeploymentFile) -> Iterator[tuple[Location, ClusterSection,
 
 def _only_planned(file: DeploymentFile) -> None:
     for field in ("published", "config"):
-        if getattr(file.model, field) is not None:
+        if getattr(file.model, field) is not None and not _has_checkpoint(file):
             problem = "is enough to plan with, not to run; give path (a checkpoint directory) in its place"
             raise file.error(("model", field), problem)
     for place, cluster in _clusters(file):
@@ -151,7 +151,9 @@ def _model(file: DeploymentFile) -> None:
     """Whether the file names one model, a name that can be one, and no more tokens than it takes."""
     model = file.model
     given = [field for field in _MODEL_FIELDS if getattr(model, field) is not None]
-    if len(given) != 1:
+    # A checkpoint that is not on this machine yet can be planned with by what is published of its model.
+    named = [field for field in given if field != "published"] if _has_checkpoint(file) else given
+    if len(named) != 1:
         choices = ", ".join(f"{field} ({meaning})" for field, meaning in _MODEL_FIELDS.items())
         found = f"{' and '.join(given)} are given" if given else "none is given"
         raise file.error(("model",), f"needs either {choices}; {found}")
@@ -163,6 +165,11 @@ def _model(file: DeploymentFile) -> None:
     if longest is not None and length is not None and length > longest:
         problem = f"{length} is more than the {longest} tokens that {model.trained} takes"
         raise file.error(("model", "max_model_len"), problem)
+
+
+def _has_checkpoint(file: DeploymentFile) -> bool:
+    """Whether it says where engines find the weights of a model that prfaas does not make itself."""
+    return file.model.path is not None or file.model.hub is not None
 
 
 def _names(file: DeploymentFile) -> None:

@@ -6,11 +6,15 @@ _PACKAGE = Path(__file__).parents[2]
 _FOLDERS = (_PACKAGE / "examples", _PACKAGE.parents[1] / "examples")
 
 
-def example_files() -> dict[str, Path]:
-    """File name → path of every example, in the order of names; empty where none are installed."""
-    for folder in _FOLDERS:
-        if folder.is_dir():
-            return {path.name: path for path in sorted(folder.glob("*.yaml"))}
+def example_files(folder: str = "") -> dict[str, Path]:
+    """File name → path of every example, in the order of names; empty where none are installed.
+
+    Args:
+        folder: below that of the examples: "recipes" has a file for each of some models that people run.
+    """
+    for examples in _FOLDERS:
+        if examples.is_dir():
+            return {path.name: path for path in sorted((examples / folder).glob("*.yaml"))}
     return {}
 
 

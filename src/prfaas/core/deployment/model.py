@@ -131,7 +131,7 @@ _Revision = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection(Section, on_change=EVERYTHING):
-    """Which model, under which name, up to which length. Exactly one of the six that name it.
+    """Which model, under which name, up to which length. One of the six that name it; `published` also beside others.
 
     `published` and `config` are enough to plan with, and then the name and the length may be left out.
     """
@@ -153,7 +153,7 @@ class ModelSection(Section, on_change=EVERYTHING):
     tiny: TinyName | None = None
     """In place of `path`: a seeded model that prfaas makes."""
     published: Annotated[Text, AfterValidator(_published)] | None = None
-    """In place of `path`, to plan with: a model that `prfaas models` lists."""
+    """In place of `path`, or beside `path` or `hub`, to plan with: a model that `prfaas models` lists."""
     config: FileBeside | None = None
     """In place of `path`, to plan with: a `config.json`, relative to the file."""
     adapters: Mapping[Name, FileBeside] = field(default_factory=dict)
