@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from prfaas.core.deployment import GATEWAY, TOOLS, is_loopback
-from prfaas.tools.emit.blueprint import CONFIG_DIR, CONFIG_FILE, STATE_DIR, USER_ID, Blueprint, EmittedFile
+from prfaas.tools.emit.blueprint import Blueprint, EmittedFile
 from prfaas.tools.emit.document import yaml_text
 from prfaas.tools.emit.network_policy import PolicyMaker
 from prfaas.tools.emit.pod import pod_objects
@@ -16,9 +16,8 @@ from prfaas.tools.emit.volume import (
     CA_SECRET,
     CONFIG_MAP,
     TOKEN_SECRET,
-    config_hash,
     config_keys,
-    hub_folder,
+    pod_values,
     secret_files,
     secret_name,
     secret_of,
@@ -56,33 +55,10 @@ def _base_files(blueprint: Blueprint, plans: dict[str, tuple[PodPlan, ...]]) -> 
     yield _file(_BASE / "namespace.yaml", *namespace)
     yield _file(_BASE / "config-map.yaml", config)
     names = ["namespace.yaml", "config-map.yaml"]
-    if models := _models(blueprint):
+    if models := objects("models.yaml.jinja", **pod_values(blueprint)):
         names.append("models.yaml")
         yield _file(_BASE / names[-1], *models)
     yield _kustomization(_BASE, names, blueprint)
-
-
-def _models(blueprint: Blueprint) -> list[Fields]:
-    containers = blueprint.containers
-    if containers.models_claim is None:
-        return []
-    return objects(
-        "models.yaml.jinja",
-        claim=containers.models_claim,
-        storage_bytes=containers.models_storage_bytes,
-        storage_class=containers.storage_class,
-        token_secret=containers.hub_token_secret,
-        pull_secrets=containers.pull_secrets,
-        image=containers.engine_image,
-        hub_folder=hub_folder(blueprint),
-        config_hash=config_hash(blueprint),
-        config_map=CONFIG_MAP,
-        config_keys=config_keys(blueprint),
-        config_file=CONFIG_FILE,
-        config_dir=CONFIG_DIR,
-        state_dir=STATE_DIR,
-        user=USER_ID,
-    )
 
 
 def _overlay_files(blueprint: Blueprint, site: Site, plans: tuple[PodPlan, ...]) -> Iterator[EmittedFile]:
@@ -96,7 +72,9 @@ def _overlay_files(blueprint: Blueprint, site: Site, plans: tuple[PodPlan, ...])
         names.append("pod-disruption-budget.yaml")
         budget = objects("pod-disruption-budget.yaml.jinja", site=kubernetes_name(blueprint, site.name))
         yield _file(folder / names[-1], *budget)
-    if site.has_gateway and (entrance := _entrance(blueprint)):
+    port = blueprint.deployment.gateway.port
+    entrance = objects("entrance.yaml.jinja", settings=blueprint.containers, port=port)
+    if site.has_gateway and entrance:
         names.append("entrance.yaml")
         yield _file(folder / names[-1], *entrance)
     monitors = tuple(_pod_monitors(blueprint, plans)) if blueprint.containers.pod_monitor else ()
@@ -105,18 +83,6 @@ def _overlay_files(blueprint: Blueprint, site: Site, plans: tuple[PodPlan, ...])
         yield _file(folder / names[-1], *monitors)
     yield _kustomization(folder, names, blueprint)
     yield EmittedFile(folder / "create-secrets.sh", _secrets_script(blueprint, plans), is_script=True)
-
-
-def _entrance(blueprint: Blueprint) -> list[Fields]:
-    containers = blueprint.containers
-    return objects(
-        "entrance.yaml.jinja",
-        parent=containers.route_parent,
-        ingress_class=containers.ingress_class,
-        hostnames=containers.hostnames,
-        tls_secret=containers.ingress_tls_secret,
-        port=blueprint.deployment.gateway.port,
-    )
 
 
 def _file(path: PurePosixPath, *objects: Fields) -> EmittedFile:

@@ -7,12 +7,9 @@ from prfaas.core.deployment import GATEWAY, Instance, is_loopback
 from prfaas.core.deployment.schema import PodSection
 from prfaas.core.units import GIB
 from prfaas.tools.emit.blueprint import (
-    CONFIG_DIR,
     ENGINE_STOP_S,
     GATEWAY_STOP_S,
     READY_S,
-    STATE_DIR,
-    USER_ID,
     Blueprint,
     Process,
 )
@@ -20,14 +17,11 @@ from prfaas.tools.emit.health import health_code
 from prfaas.tools.emit.pod_plan import PodPlan, bad_field, is_address, kubernetes_name
 from prfaas.tools.emit.template import Fields, objects
 from prfaas.tools.emit.volume import (
-    CONFIG_MAP,
     KEYS_DIR,
     SECRETS_DIR,
-    config_hash,
-    config_keys,
-    hub_folder,
     model_places,
     placing_script,
+    pod_values,
     secret_files,
     secret_name,
 )
@@ -62,30 +56,21 @@ def pod_objects(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
         labels=_labels(blueprint, plan),
         containers=containers,
         node_selector={**containers[0]["settings"].node_selector, **at},
-        pull_secrets=blueprint.containers.pull_secrets,
-        storage_class=blueprint.containers.storage_class,
-        config_hash=config_hash(blueprint),
-        hub={"token": blueprint.containers.hub_token_secret, "folder": hub_folder(blueprint)},
         shared_bytes=_shared_bytes(blueprint, plan),
         health=None if plan.instance is None else health_code(blueprint.deployment, plan.instance),
-        config_map=CONFIG_MAP,
-        config_keys=config_keys(blueprint),
         secrets={name: secret_name(blueprint, name) for name, _ in secret_files(blueprint, plan)},
         placing_script=placing_script(blueprint, plan),
         models=model_places(blueprint),
-        models_claim=blueprint.containers.models_claim,
         sockets=str(blueprint.deployment.home / "pools"),
         disk=_disk(blueprint, plan),
         gateways=_gateways(blueprint, plan),
         stop_s=GATEWAY_STOP_S + PRESTOP_S if plan.component == GATEWAY else ENGINE_STOP_S,
         prestop_s=PRESTOP_S,
-        user=USER_ID,
-        state_dir=STATE_DIR,
-        config_dir=CONFIG_DIR,
         secrets_dir=SECRETS_DIR,
         keys_dir=KEYS_DIR,
         probe_s=_PROBE_S,
         ready_s=READY_S,
+        **pod_values(blueprint),
     )
 
 

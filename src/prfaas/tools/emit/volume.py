@@ -4,8 +4,9 @@ import shlex
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-from prfaas.tools.emit.blueprint import STATE_DIR, Blueprint
+from prfaas.tools.emit.blueprint import CONFIG_DIR, CONFIG_FILE, STATE_DIR, USER_ID, Blueprint
 from prfaas.tools.emit.pod_plan import PodPlan, bad_field, kubernetes_name
 
 KEY_SECRET = "prfaas-key"
@@ -60,14 +61,24 @@ def secret_files(blueprint: Blueprint, plan: PodPlan) -> Iterator[tuple[str, Pat
         yield name, target
 
 
+def pod_values(blueprint: Blueprint) -> dict[str, Any]:
+    """What every template of a pod is told: the settings, and what pods get from the deployment file."""
+    return {
+        "settings": blueprint.containers,
+        "config_map": CONFIG_MAP,
+        "config_keys": config_keys(blueprint),
+        "config_hash": sha256(repr(sorted(blueprint.documents.items())).encode()).hexdigest()[:16],
+        "config_dir": CONFIG_DIR,
+        "config_file": CONFIG_FILE,
+        "state_dir": STATE_DIR,
+        "hub_folder": hub_folder(blueprint),
+        "user": USER_ID,
+    }
+
+
 def config_keys(blueprint: Blueprint) -> dict[str, str]:
     """The ConfigMap's key of each document: a key has no "/"."""
     return {path: path.replace("/", "..") for path in blueprint.documents}
-
-
-def config_hash(blueprint: Blueprint) -> str:
-    """Another one for another deployment file, or for another file beside it."""
-    return sha256(repr(sorted(blueprint.documents.items())).encode()).hexdigest()[:16]
 
 
 def hub_folder(blueprint: Blueprint) -> str | None:
