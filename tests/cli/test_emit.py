@@ -91,7 +91,7 @@ def test_the_script_makes_the_secrets_that_pods_name(
     )
     stub.chmod(0o755)
     for site, wanted in (
-        ("east", ["key", "ca", "identity-east-0", "identity-east-1", "identity-tools"]),
+        ("east", ["key", "ca", "identity-east-0", "identity-east-1"]),
         (
             "home",
             [

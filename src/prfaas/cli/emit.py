@@ -75,7 +75,10 @@ def kubernetes(deployment: DeploymentPath, out: Out, as_json: AsJson = False) ->
     from prfaas.tools.emit.blueprint import read_blueprint
     from prfaas.tools.emit.kubernetes import kubernetes_files
 
-    write_emitted(out, kubernetes_files(read_blueprint(deployment)), as_json)
+    blueprint = read_blueprint(deployment)
+    write_emitted(out, kubernetes_files(blueprint), as_json)
+    for notice in blueprint.containers.image_notices():
+        typer.echo(notice, err=True)
 
 
 def write_emitted(out: Path, files: "Sequence[EmittedFile]", as_json: bool) -> None:

@@ -100,6 +100,7 @@ def test_health_is_asked_where_it_is_answered() -> None:
     assert "'http://198.51.100.10:8100/health'" in found["home-0"]["healthcheck"]["test"][-1]
     assert "/ready" in found["gateway"]["healthcheck"]["test"][-1]
     # It wants a certificate of who asks.
-    assert "create_connection(('192.0.2.10', 8100)" in found["east-0"]["healthcheck"]["test"][-1]
+    assert "'https://192.0.2.10:8100/health'" in found["east-0"]["healthcheck"]["test"][-1]
+    assert "/certificates/east-0.pem'" in found["east-0"]["healthcheck"]["test"][-1]
     for service in found.values():
         compile(service["healthcheck"]["test"][-1], "healthcheck", "exec")

@@ -104,21 +104,33 @@ def test_every_port_is_open_to_those_that_use_it(fields: Fields) -> None:
                     name = container["args"][-1] if container["name"] != "gateway" else "gateway"
                     where[name] = (file.path.parent.name, each["metadata"]["name"])
 
+    def names(peers: list[Fields], site: str, member: str) -> bool:
+        """Whether a site's policy means a member with one of these."""
+        own_site, pod = where[member]
+        label = {"podSelector": {"matchLabels": {"prfaas/member": pod}}}
+        network = {"ipBlock": {"cidr": fields["containers"]["networks"][own_site][0]}}
+        return (label if own_site == site else network) in peers
+
     def takes(target: str, port: int, source: str) -> bool:
-        site, pod = where[target]
-        for rule in policies[site, pod]["ingress"]:
-            if port not in {each["port"] for each in rule["ports"]}:
-                continue
-            if "from" not in rule:
-                return True
-            source_site, source_pod = where[source]
-            for peer in rule["from"]:
-                if source_site == site:
-                    if peer.get("podSelector") == {"matchLabels": {"prfaas/member": source_pod}}:
-                        return True
-                elif peer.get("ipBlock") == {"cidr": fields["containers"]["networks"][source_site][0]}:
-                    return True
-        return False
+        if where[source] == where[target]:
+            return True
+        rules = policies[where[target]]["ingress"]
+        taken = any(
+            port in {each["port"] for each in rule["ports"]}
+            and ("from" not in rule or names(rule["from"], where[target][0], source))
+            for rule in rules
+        )
+        spec = policies[where[source]]
+        # The gateway may connect to anything.
+        assert spec["policyTypes"] == ["Ingress"] + (["Egress"] if source != "gateway" else [])
+        return taken and (
+            source == "gateway"
+            or any(
+                port in {each["port"] for each in rule["ports"]}
+                and names(rule["to"], where[source][0], target)
+                for rule in spec["egress"]
+            )
+        )
 
     for instance in deployment.instances:
         ports = {instance.http_port, *instance.kv_ports}
@@ -134,9 +146,6 @@ def test_every_port_is_open_to_those_that_use_it(fields: Fields) -> None:
             if other.name != pool.name and (linked or other.cluster == pool.cluster):
                 assert takes(pool.name, pool.kv_port, other.name), (other.name, pool.name)
     assert takes("gateway", deployment.gateway.port, "gateway")
-    for each in objects_of(files):
-        if each["kind"] == "NetworkPolicy":
-            assert each["spec"]["policyTypes"] == ["Ingress"]
 
 
 @given(deployment_fields())
@@ -189,7 +198,8 @@ def check_workload(each: Fields) -> None:
         assert max(places.values()) == 1
         mounted |= {mount["name"] for mount in container["volumeMounts"]}
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert mounted == set(volumes)
+    claimed = {each["metadata"]["name"] for each in each["spec"].get("volumeClaimTemplates", ())}
+    assert mounted == set(volumes) | claimed
     if spec.get("hostNetwork"):
         ipaddress.ip_address(spec["nodeSelector"]["prfaas/machine"])
 

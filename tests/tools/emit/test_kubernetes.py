@@ -22,8 +22,8 @@ from prfaas.tools.emit.kubernetes import kubernetes_files
 from prfaas.tools.emit.writing import write_files
 
 EXAMPLE = example_path("two-datacenters")
-OURS = {"PodMonitor"}
-"""Kinds of the Prometheus operator: their schema is not part of Kubernetes."""
+OURS = {"PodMonitor", "HTTPRoute"}
+"""Kinds of others, of the Prometheus operator and the Gateway API: their schemas are not part of Kubernetes."""
 
 Fields = dict[str, Any]
 
@@ -108,8 +108,11 @@ def test_probes_ask_who_can_answer() -> None:
         "host": "198.51.100.10",
     }
     assert at_home["startupProbe"]["periodSeconds"] * at_home["startupProbe"]["failureThreshold"] == 1200
-    # It speaks TLS and wants a certificate.
-    assert "tcpSocket" in pod(example(), "east-0")["containers"][0]["readinessProbe"]
+    # It speaks TLS and wants a certificate: the pod asks with its own.
+    east = pod(example(), "east-0")["containers"][0]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        code = east[name]["exec"]["command"][-1]
+        assert "'https://192.0.2.10:8100/health'" in code and "/certificates/east-0.pem'" in code
 
 
 def test_pods_run_on_the_machine_that_the_file_names() -> None:
@@ -120,14 +123,14 @@ def test_pods_run_on_the_machine_that_the_file_names() -> None:
 
 
 def test_gpus_are_those_of_the_file() -> None:
-    limits = {"limits": {"nvidia.com/gpu": 8}}
-    assert pod(example(), "east-0")["containers"][0]["resources"] == limits
+    assert pod(example(), "east-0")["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 8
     fields = example(containers={"gpu_resource": "amd.com/gpu"})
     fields["clusters"][0]["gpus_per_instance"] = 16
-    assert pod(fields, "east-0")["containers"][0]["resources"] == {"limits": {"amd.com/gpu": 16}}
+    limits = pod(fields, "east-0")["containers"][0]["resources"]["limits"]
+    assert set(limits) == {"amd.com/gpu", "memory"} and limits["amd.com/gpu"] == 16
     fields["clusters"][0]["hardware"] = "cpu"
     fields["engine"] = {"kv_cache_gib": 1}
-    assert "resources" not in pod(fields, "east-0")["containers"][0]
+    assert pod(fields, "east-0")["containers"][0]["resources"]["limits"] == {}
 
 
 def test_engines_with_nixl_reach_each_other_and_have_their_devices() -> None:
@@ -136,10 +139,10 @@ def test_engines_with_nixl_reach_each_other_and_have_their_devices() -> None:
         for instance in place["instances"] if place["kind"] == "pd" else ():
             instance["nixl_port"] = 5600
     (engine,) = pod(fields, "home-0")["containers"]
-    assert engine["resources"] == {"limits": {"nvidia.com/gpu": 8, "rdma/hca": 1}}
+    assert engine["resources"]["limits"].items() >= {"nvidia.com/gpu": 8, "rdma/hca": 1}.items()
     assert {"name": "nixl", "containerPort": 5600, "protocol": "TCP"} in engine["ports"]
     (far,) = pod(fields, "east-0")["containers"]
-    assert far["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert "rdma/hca" not in far["resources"]["limits"]
     rules = objects(fields)["NetworkPolicy", "home-1"]["spec"]["ingress"]
     # UCX chooses its ports itself.
     (of_nixl,) = (rule for rule in rules if "ports" not in rule)
@@ -190,9 +193,11 @@ def test_secrets_come_to_lie_where_prfaas_takes_them(tmp_path: Path) -> None:
         (mounted / name).write_text(text)
         # As the kubelet leaves files of a Secret for a pod with a group of its own.
         (mounted / name).chmod(0o440)
-    moved = script.replace("/run/prfaas-secrets", str(mounted)).replace(
-        "/var/lib/prfaas", str(tmp_path / "state")
-    )
+    moved = script
+    (tmp_path / "memory").mkdir()
+    folders = {"/run/prfaas-secrets": mounted, "/run/prfaas-keys": tmp_path / "memory"}
+    for place, own in {**folders, "/var/lib/prfaas": tmp_path / "state"}.items():
+        moved = moved.replace(place, str(own))
     for _ in range(2):
         subprocess.run([shell, option, moved], check=True, timeout=60)
     home = tmp_path / "state" / "two-datacenters"
@@ -202,6 +207,9 @@ def test_secrets_come_to_lie_where_prfaas_takes_them(tmp_path: Path) -> None:
     certificates = {f"certificates/{name}" for name in ("ca.crt", "gateway.pem", "tools.pem")}
     assert files == {"key", "admin-token"} | certificates
     assert {path.stat().st_mode & 0o777 for path in home.rglob("*") if path.is_file()} == {0o600}
+    assert all(
+        path.is_symlink() and path.resolve().parent == tmp_path / "memory" for path in home.rglob("*.*")
+    )
 
 
 def test_several_gateways_share_an_etcd() -> None:
@@ -219,7 +227,7 @@ def test_several_gateways_share_an_etcd() -> None:
     ]
     assert {"prfaas-etcd-ca", "prfaas-etcd-client"} <= {each["secret"]["name"] for each in sources}
     script = spec["initContainers"][0]["command"][-1]
-    assert "/run/prfaas-secrets/etcd-client /var/lib/prfaas/two-datacenters/etcd/own.pem" in script
+    assert "/run/prfaas-keys/etcd-client /var/lib/prfaas/two-datacenters/etcd/own.pem" in script
     named = objects(example(fleet={**fleet, "name": "one"}))["Deployment", "prfaas-gateway"]["spec"]
     assert named["replicas"] == 1
 
@@ -242,7 +250,7 @@ def test_a_pool_shares_its_engines_machine() -> None:
         volume = {"name": name, "hostPath": {"path": path, "type": "Directory"}}
         assert volume in engine["volumes"] and volume in pool["volumes"]
     assert {"name": "pool-disk", "mountPath": "/mnt/nvme"} in pool["containers"][0]["volumeMounts"]
-    assert pool["containers"][0]["resources"]["requests"] == {"memory": str((1 << 30) + (256 << 20))}
+    assert pool["containers"][0]["resources"]["requests"]["memory"] == str((1 << 30) + (256 << 20))
 
 
 def test_a_pool_is_beside_an_engine_that_has_an_address_of_its_own() -> None:
@@ -269,7 +277,7 @@ def test_a_claim_replaces_folders_of_machines() -> None:
 
 
 def test_prometheus_shows_what_it_must() -> None:
-    found = objects(example())
+    found = objects(example(containers={"pod_monitor": True}))
     (gateway,) = found["PodMonitor", "prfaas-gateway"]["spec"]["podMetricsEndpoints"]
     assert gateway["authorization"]["credentials"] == {"name": "prfaas-admin-token", "key": "admin-token"}
     (east,) = found["PodMonitor", "east-0"]["spec"]["podMetricsEndpoints"]
@@ -285,9 +293,9 @@ def test_prometheus_shows_what_it_must() -> None:
         {"deployment": name},
         {"deployment": name, "cluster": "east", "instance": "east-0"},
     ]
-    without = objects(example(containers={"pod_monitor": False}))
+    without = objects(example())
     assert not any(kind == "PodMonitor" for kind, _ in without)
-    fields = example()
+    fields = example(containers={"pod_monitor": True})
     fields["gateway"]["admin"] = {"port": 8001}
     assert ("PodMonitor", "prfaas-gateway") not in objects(fields)
 

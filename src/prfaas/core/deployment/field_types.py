@@ -227,6 +227,19 @@ ResourceName = Annotated[str, Field(strict=True, pattern=r"^[a-z0-9.-]+/[A-Za-z0
 ImageName = Annotated[str, Field(strict=True, pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$")]
 TenantHeader = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9-]{1,64}$")]
 Label = Annotated[str, Field(strict=True, pattern=LABEL_PATTERN)]
+Toleration = Annotated[
+    str,
+    Field(strict=True),
+    matching(
+        r"[A-Za-z0-9./_-]+(=[A-Za-z0-9._-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
+        "{!r} is no toleration; write the taint as kubectl does: KEY, KEY:NoSchedule or KEY=VALUE:NoSchedule",
+    ),
+]
+GatewayReference = Annotated[
+    str,
+    Field(strict=True),
+    matching(r"[a-z0-9-]+/[a-z0-9.-]+", "{!r} is no Gateway of the Gateway API; write NAMESPACE/NAME"),
+]
 PolicyName = Annotated[
     str,
     Field(strict=True),

@@ -16,13 +16,21 @@ from prfaas.core.deployment.field_types import (
     GIVEN,
     SECTION,
     Cidr,
+    EnvName,
+    EnvValue,
     Flag,
+    GatewayReference,
+    HostName,
     ImageName,
     Label,
     Name,
     PositiveFloat,
     ResourceName,
+    Size,
+    Text,
+    Toleration,
     Weight,
+    needs,
 )
 from prfaas.core.deployment.gateway import FleetConfig, GatewayConfig
 from prfaas.core.deployment.model import ModelSection
@@ -54,6 +62,26 @@ class PricesSection(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PodSection(Section):
+    """What one kind of pod asks of Kubernetes: resources of its container, and which nodes it may run on."""
+
+    cpus: Annotated[PositiveFloat | None, GIVEN] = None
+    """Cores that are requested; left out: 4 and 2 for each GPU, of pools 2. None is limited: that would slow it."""
+    memory_bytes: Annotated[Size | None, Field(alias="memory"), GIVEN] = None
+    """Memory that is requested and the limit, shared memory included; left out: an estimate, and a wider limit."""
+    disk_bytes: Annotated[Size | None, Field(alias="disk"), GIVEN] = None
+    """Ephemeral storage that is requested and the limit; left out: 10 GiB of an engine, else 1 GiB, no limit."""
+    priority_class: Annotated[Label | None, GIVEN] = None
+    """Its PriorityClass."""
+    node_selector: Mapping[Text, Text] = field(default_factory=dict)
+    """Labels that its node must have."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Taints of nodes that do not keep it away, as kubectl writes them."""
+    env: Mapping[EnvName, EnvValue] = field(default_factory=dict)
+    """Further variables of its environment; they are not secret."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ContainersSection(Section):
     """What `prfaas emit` needs to know of images, volumes and the networks of pods."""
 
@@ -63,14 +91,43 @@ class ContainersSection(Section):
     """Image of vLLM engines."""
     namespace: Label = "prfaas"
     """The Kubernetes namespace."""
+    pull_secrets: tuple[Label, ...] = ()
+    """Secrets with which nodes pull the images."""
     models_claim: Annotated[Label | None, GIVEN] = None
     """The PersistentVolumeClaim that holds the checkpoint; left out: it is on every machine."""
+    models_storage_bytes: Annotated[
+        Size | None,
+        Field(alias="models_storage"),
+        GIVEN,
+        needs("models_claim", "is the size of a claim that has no name; give containers.models_claim too"),
+    ] = None
+    """With it that claim is written, of this size and for many readers; left out: it is there already."""
+    storage_class: Annotated[Label | None, GIVEN] = None
+    """Of the claims that are written; left out: the cluster's default."""
+    hub_token_secret: Annotated[Label | None, GIVEN] = None
+    """Secret whose key `token` is the hub's token for those who fetch the model; left out: none is needed."""
     gpu_resource: ResourceName = "nvidia.com/gpu"
     """What a pod asks for."""
     rdma_resource: Annotated[ResourceName | None, GIVEN] = None
     """What a pod whose engine has NIXL asks for besides, one of it; left out: nothing."""
-    pod_monitor: Flag = True
-    """Whether PodMonitors are written."""
+    engine_pod: PodSection = PodSection()
+    """What pods of engines ask for."""
+    pool_pod: PodSection = PodSection()
+    """What pools ask for; in a pod with an engine their nodes are the engine's."""
+    gateway_pod: PodSection = PodSection()
+    """What the gateway's pod asks for."""
+    hostnames: tuple[HostName, ...] = ()
+    """Names that clients call, for the route and the Ingress to the gateway."""
+    route_parent: Annotated[GatewayReference | None, GIVEN] = None
+    """Gateway of the Gateway API, as NAMESPACE/NAME, to which an HTTPRoute is attached; left out: no HTTPRoute."""
+    ingress_class: Annotated[Label | None, GIVEN] = None
+    """Class of an Ingress to the gateway; left out: no Ingress."""
+    ingress_tls_secret: Annotated[
+        Label | None, GIVEN, needs("ingress_class", "is of an Ingress; give containers.ingress_class too")
+    ] = None
+    """Secret with the certificate of the Ingress; left out: the controller's own."""
+    pod_monitor: Flag = False
+    """Whether PodMonitors are written, whose kind only the Prometheus operator brings."""
     monitoring_namespace: Label = "monitoring"
     """Where Prometheus runs."""
     networks: Mapping[Name, Annotated[tuple[Cidr, ...], Field(min_length=1)]] = field(default_factory=dict)

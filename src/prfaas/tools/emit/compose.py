@@ -14,6 +14,7 @@ from prfaas.tools.emit.blueprint import (
     Process,
 )
 from prfaas.tools.emit.document import yaml_text
+from prfaas.tools.emit.health import asking_code, health_code
 from prfaas.tools.emit.ports import ports_table
 from prfaas.tools.emit.template import Fields, objects
 
@@ -83,11 +84,5 @@ def _health(blueprint: Blueprint, process: Process) -> str | None:
     if process.kind == "pool":
         return None
     if process.kind == "gateway":
-        return _asked(f"{blueprint.deployment.gateway.url}/ready")
-    instance = blueprint.deployment.instance(process.name)
-    listens = f"import socket; socket.create_connection(({instance.host!r}, {instance.http_port}), 3)"
-    return listens if instance.tls else _asked(f"{instance.url}/health")
-
-
-def _asked(url: str) -> str:
-    return f"import urllib.request as u; u.build_opener(u.ProxyHandler({{}})).open({url!r}, timeout=3)"
+        return asking_code(f"{blueprint.deployment.gateway.url}/ready")
+    return health_code(blueprint.deployment, blueprint.deployment.instance(process.name))

@@ -1,6 +1,6 @@
 """Container settings of the deployment file: images, volumes, GPUs. Only `prfaas emit` uses them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
 
@@ -20,6 +20,20 @@ class ContainerSettings(ContainersSection):
     """GPUs of one instance by the cluster's name; a cluster that is not there has as many as ranks."""
     companions: tuple[PurePosixPath, ...] = ()
     """Files that the deployment file names relative to itself, so that they must lie beside it everywhere."""
+
+    def image_notices(self) -> Iterator[str]:
+        """A sentence for each image that nodes of a cluster will not find, or not always the same."""
+        for name in ("gateway_image", "engine_image"):
+            image = getattr(self, name)
+            registry, slash, _ = image.partition("/")
+            lacks = [] if slash and (set(registry) & set(".:")) else ["no registry"]
+            tag = image.rpartition("/")[2].partition(":")[2]
+            lacks += [] if tag not in ("", "latest") else ["no version"]
+            if lacks:
+                yield (
+                    f'containers.{name}: "{image}" names {" and ".join(lacks)}; the images are not published: '
+                    "build and push them, and write REGISTRY/NAME:VERSION"
+                )
 
 
 def load_containers(path: Path | str) -> ContainerSettings:

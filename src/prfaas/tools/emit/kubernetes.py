@@ -17,6 +17,7 @@ from prfaas.tools.emit.volume import (
     CONFIG_MAP,
     TOKEN_SECRET,
     config_keys,
+    pod_values,
     secret_files,
     secret_name,
     secret_of,
@@ -53,7 +54,11 @@ def _base_files(blueprint: Blueprint, plans: dict[str, tuple[PodPlan, ...]]) -> 
     }
     yield _file(_BASE / "namespace.yaml", *namespace)
     yield _file(_BASE / "config-map.yaml", config)
-    yield _kustomization(_BASE, ["namespace.yaml", "config-map.yaml"], blueprint)
+    names = ["namespace.yaml", "config-map.yaml"]
+    if models := objects("models.yaml.jinja", **pod_values(blueprint)):
+        names.append("models.yaml")
+        yield _file(_BASE / names[-1], *models)
+    yield _kustomization(_BASE, names, blueprint)
 
 
 def _overlay_files(blueprint: Blueprint, site: Site, plans: tuple[PodPlan, ...]) -> Iterator[EmittedFile]:
@@ -67,6 +72,11 @@ def _overlay_files(blueprint: Blueprint, site: Site, plans: tuple[PodPlan, ...])
         names.append("pod-disruption-budget.yaml")
         budget = objects("pod-disruption-budget.yaml.jinja", site=kubernetes_name(blueprint, site.name))
         yield _file(folder / names[-1], *budget)
+    port = blueprint.deployment.gateway.port
+    entrance = objects("entrance.yaml.jinja", settings=blueprint.containers, port=port)
+    if site.has_gateway and entrance:
+        names.append("entrance.yaml")
+        yield _file(folder / names[-1], *entrance)
     monitors = tuple(_pod_monitors(blueprint, plans)) if blueprint.containers.pod_monitor else ()
     if monitors:
         names.append("pod-monitors.yaml")

@@ -36,5 +36,7 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def objects(template: str, **values: Any) -> list[Fields]:
-    """The documents of a YAML template."""
-    return list(yaml.load_all(rendered(template, **values), yaml.CSafeLoader))
+    """The documents of a YAML template; what is empty is none."""
+    return [
+        each for each in yaml.load_all(rendered(template, **values), yaml.CSafeLoader) if each is not None
+    ]
