@@ -16,6 +16,7 @@ from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, m
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.latency import load_profile
 from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.page_digests import DigestSource
 from prfaas.serving.engines.synthetic.cache import Context
 from prfaas.serving.engines.synthetic.content import (
     PageSource,
@@ -168,7 +169,8 @@ def test_layers_leave_with_the_chunk_that_computes_them_and_states_with_the_last
         now_s=0,
     )
     recorder: Any = Recorder()
-    sending = PrefillSend(layout, recorder, ticket, Context(chain), None)
+    digests = DigestSource(layout.digest_plan(digested=False).of_transfer(bytes(16), num_tokens, 0))
+    sending = PrefillSend(layout, recorder, ticket, Context(chain), digests)
     layers = len(layout.full.layers)
     slices = min(slices, layers)
     ends = sorted(cut * layout.block_tokens for cut in cuts if cut * layout.block_tokens < num_tokens)
