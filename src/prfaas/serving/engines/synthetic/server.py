@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
@@ -16,6 +16,7 @@ from prfaas.serving.engines.synthetic.api_bodies import (
     BodyError,
     GenerationRequest,
     ServedModels,
+    json_object,
     parse_detokenize,
     parse_generation,
     parse_tokenize,
@@ -29,7 +30,7 @@ from prfaas.serving.engines.synthetic.conversation_bodies import (
     parse_response,
 )
 from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, SyntheticEngine, Work
-from prfaas.serving.engines.synthetic.stats import CacheFacts, chosen, exposition
+from prfaas.serving.engines.synthetic.stats import chosen, exposition
 from prfaas.serving.engines.synthetic.text import Text
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
@@ -40,7 +41,7 @@ _MAX_BODY_BYTES = 1 << 28
 _JSON = "application/json"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Parse = Callable[[bytes, ServedModels, Text], GenerationRequest]
+_Parse = Callable[[dict[str, Any], ServedModels, Text], GenerationRequest]
 
 
 class _Writer(Protocol):
@@ -133,14 +134,17 @@ class EngineServer:
     ) -> web.StreamResponse:
         raw = await request.read()
         if len(raw) <= _INLINE_BYTES:
-            wanted = parse(raw, self._models, self._text)
+            wanted = self._read(parse, raw)
         else:
-            wanted = await asyncio.to_thread(parse, raw, self._models, self._text)
+            wanted = await asyncio.to_thread(self._read, parse, raw)
         writer = writer_of(wanted, self._text)
         if wanted.stream:
             return await self._stream(request, wanted, writer)
         generations = await asyncio.gather(*map(self._finish, wanted.works))
         return web.Response(body=writer.whole(generations), content_type=_JSON)
+
+    def _read(self, parse: _Parse, raw: bytes) -> GenerationRequest:
+        return parse(json_object(raw), self._models, self._text)
 
     async def _finish(self, work: Work) -> GeneratedAnswer:
         async with self._engine.generate(work) as generation:
@@ -174,20 +178,20 @@ class EngineServer:
 
     async def _render(self, parse: _Parse, request: web.Request) -> web.StreamResponse:
         """The ids of a request's prompts: of text completions a list, else of the only one."""
-        wanted = parse(await request.read(), self._models, self._text)
+        wanted = self._read(parse, await request.read())
         rendered = [{"token_ids": work.token_ids, "features": None} for work in wanted.works]
         return _json(rendered[0] if wanted.chat else rendered)
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        ids = parse_tokenize(await request.read(), self._text)
+        ids = parse_tokenize(json_object(await request.read()), self._text)
         answer = {"count": len(ids), "max_model_len": self._models.max_model_len, "tokens": ids}
         return _json(answer | {"token_strs": None})
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
-        return _json({"prompt": parse_detokenize(await request.read(), self._text)})
+        return _json({"prompt": parse_detokenize(json_object(await request.read()), self._text)})
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        return _json({"input_tokens": parse_count(await request.read(), self._text)})
+        return _json({"input_tokens": parse_count(json_object(await request.read()), self._text)})
 
     async def _reset(self, _request: web.Request) -> web.StreamResponse:
         self._engine.cache.clear()
@@ -246,21 +250,7 @@ class EngineServer:
         return _json({"object": "list", "data": cards})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        engine = self._engine
-        engine.clock.steps()
-        layout, pool = engine.cache.layout, engine.cache.pool
-        cache = CacheFacts(
-            layout.block_tokens, pool.capacity, pool.capacity * layout.block_tokens, pool.used_ratio
-        )
-        clock = engine.clock
-        text = exposition(
-            self._models.served_name,
-            engine.counts,
-            engine.endpoints.counts,
-            cache,
-            clock.request_seconds,
-            clock.tokens,
-        )
+        text = exposition(self._models.served_name, self._engine)
         return web.Response(text=chosen(text, request.query.getall("name[]", [])), content_type="text/plain")
 
 

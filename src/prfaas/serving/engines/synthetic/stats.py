@@ -1,67 +1,27 @@
-"""Counters of a stand-in, and the vLLM series in which gateways and controllers read them."""
+"""The vLLM series in which gateways and controllers read a stand-in's counters."""
 
 import contextlib
 import re
 import resource
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 
+from prfaas.serving.engines.synthetic.engine import SyntheticEngine
 from prfaas.serving.engines.transfer_counters import COUNTERS
 
 
-@dataclass(slots=True)
-class EngineCounts:
-    """Requests and tokens of one stand-in."""
-
-    running: int = 0
-    waiting: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    prompt_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prefilled_tokens: int = 0
-    generated_tokens: int = 0
-    damaged_loads: int = 0
-    """Transfers whose bytes were not what their tokens give."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheFacts:
-    """`vllm:cache_config_info` and the cache's use."""
-
-    block_tokens: int
-    pages: int
-    capacity_tokens: int
-    used_ratio: float
-    """Share of the pages that running requests hold or will need."""
-
-
-def exposition(
-    model: str,
-    counts: EngineCounts,
-    transfers: Mapping[str, int],
-    cache: CacheFacts,
-    token_seconds: float,
-    tokens: float,
-) -> str:
-    """Prometheus text.
-
-    Args:
-        model: label of every series.
-        counts: requests and tokens.
-        transfers: KV transfers, by the names of `COUNTERS`.
-        cache: the prefix cache.
-        token_seconds: seconds that requests have spent in the decode batch, all together.
-        tokens: tokens that requests have got there, all together.
-    """
+def exposition(model: str, engine: SyntheticEngine) -> str:
+    """Prometheus text of a stand-in; `model`: label of every series."""
+    counts, clock, pool = engine.counts, engine.clock, engine.cache.pool
+    # The clock's sums are of the steps until now.
+    clock.steps()
+    block_tokens = engine.cache.layout.block_tokens
     labels = f'{{engine="0",model_name="{model}"}}'
     lines = [
         "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig",
         "# TYPE vllm:cache_config_info gauge",
-        f'vllm:cache_config_info{{block_size="{cache.block_tokens}",engine="0",'
-        f'kv_cache_size_tokens="{cache.capacity_tokens}",num_gpu_blocks="{cache.pages}"}} 1.0',
+        f'vllm:cache_config_info{{block_size="{block_tokens}",engine="0",'
+        f'kv_cache_size_tokens="{pool.capacity * block_tokens}",num_gpu_blocks="{pool.capacity}"}} 1.0',
     ]
 
     def add(name: str, kind: str, text: str, *values: tuple[str, float]) -> None:
@@ -76,7 +36,7 @@ def exposition(
 
     gauge("num_requests_running", "Requests in prefill or decode", counts.running)
     gauge("num_requests_waiting", "Requests that wait for prefill, KV or a decode slot", counts.waiting)
-    gauge("kv_cache_usage_perc", "Share of the KV cache that running requests hold", cache.used_ratio)
+    gauge("kv_cache_usage_perc", "Share of the KV cache that running requests hold", pool.used_ratio)
     counter("prefix_cache_queries", "Prompt tokens looked up", counts.prefix_queries)
     counter("prefix_cache_hits", "Prompt tokens found", counts.prefix_hits)
     counter("prompt_tokens", "Prompt tokens of finished requests", counts.prompt_tokens)
@@ -86,8 +46,8 @@ def exposition(
         "vllm:inter_token_latency_seconds",
         "summary",
         "Seconds between two tokens of a request",
-        ("_sum", token_seconds),
-        ("_count", tokens),
+        ("_sum", clock.request_seconds),
+        ("_count", clock.tokens),
     )
     add(
         "vllm:request_generation_tokens",
@@ -102,7 +62,7 @@ def exposition(
         lines += [f"process_open_fds {sum(1 for _ in Path('/proc/self/fd').iterdir())}"]
     lines += [f"process_max_fds {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"]
     for name, text in COUNTERS.items():
-        counter(f"prfaas_{name}", text, transfers[name])
+        counter(f"prfaas_{name}", text, engine.endpoints.counts[name])
     counter("prfaas_damaged_loads", "KV transfers whose bytes were not sound", counts.damaged_loads)
     return "\n".join(lines) + "\n"
 
