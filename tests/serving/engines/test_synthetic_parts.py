@@ -15,6 +15,7 @@ from tests.serving.jumping_loop import JumpingLoop
 from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, model_from_config
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.latency import load_profile
+from prfaas.core.prefix.events import EVENT_KINDS
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.page_digests import DigestSource
 from prfaas.serving.engines.synthetic.cache import Context
@@ -27,7 +28,7 @@ from prfaas.serving.engines.synthetic.content import (
     reduce_page,
 )
 from prfaas.serving.engines.synthetic.endpoints import PrefillSend
-from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticLayout, SyntheticRegion
+from prfaas.serving.engines.synthetic.layout import SyntheticLayout, SyntheticRegion
 from prfaas.serving.engines.synthetic.node import stream_interval_of
 from prfaas.serving.engines.synthetic.pace import DEFAULT_STEP_S, DecodeClock, Pace
 from prfaas.serving.engines.tiny import tiny_config

@@ -33,7 +33,7 @@ from prfaas.serving.transport.requests import FollowOrder, PeerRequest, refuse_r
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.tls_identity import TlsIdentity
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.wire import TransferPhase, load_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -215,14 +215,11 @@ class Endpoints:
         deadline_s = time.monotonic() + self._load_wait_s
         while True:
             status = self.receiver.transfers.state(ticket.transfer_id)
-            if status is None:
-                return "its transfer is unknown or has expired"
-            if status.usable_tokens:
+            if status is not None and status.usable_tokens:
                 return ""
-            if status.phase is TransferPhase.FAILED:
-                return f"its transfer failed: {status.reason}"
-            if status.phase is TransferPhase.COMPLETE:
-                return "its transfer was used already" if status.taken else ""
+            obstacle = load_obstacle(status)
+            if obstacle or (status is not None and status.phase is TransferPhase.COMPLETE):
+                return obstacle
             if time.monotonic() > deadline_s:
                 reason = f"KV still incomplete after {self._load_wait_s:g} s"
                 self.receiver.transfers.drop(ticket.transfer_id, reason)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, SlidingWindow
@@ -13,20 +13,13 @@ from prfaas.core.kv.groups import (
     full_attention_first,
     region_bytes,
 )
+from prfaas.core.prefix.events import EVENT_KINDS
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
 
 STATE_BLOCK_TOKENS = 256
 PLAIN_BLOCK_TOKENS = 128
 """vLLM's block sizes on CPUs, with and without linear state."""
-
-
-EVENT_KINDS: Mapping[GroupKind, str] = {
-    GroupKind.FULL: "full_attention",
-    GroupKind.WINDOW: "sliding_window",
-    GroupKind.STATE: "mamba",
-}
-"""vLLM's words in KV events."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import read_groups
 from prfaas.serving.engines.vllm.metadata import NixlRead, TransferMetadata
 from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
+from prfaas.serving.engines.vllm.rank_kv import RankKv
 from prfaas.serving.engines.vllm.settings import ConnectorSettings, SettingsError
 from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from prfaas.serving.logs import LogSettings, set_up_logging
@@ -214,14 +215,9 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
         self._writing_first = _writing_first(self._vllm_config)
-        self._worker = ConnectorWorker.start(
-            self.settings,
-            self._key,
-            self._vllm_config,
-            self._kv_cache_config,
-            kv_caches,
-            get_tensor_model_parallel_rank(),
-        )
+        rank = get_tensor_model_parallel_rank()
+        kv = RankKv.of_engine(self.settings, self._vllm_config, self._kv_cache_config, kv_caches, rank)
+        self._worker = ConnectorWorker.start(self.settings, self._key, kv, rank)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         orders = _orders(kv_connector_metadata)
