@@ -32,7 +32,8 @@ from prfaas.serving.engines.synthetic.layout import SyntheticLayout, SyntheticRe
 from prfaas.serving.engines.synthetic.node import stream_interval_of
 from prfaas.serving.engines.synthetic.pace import DEFAULT_STEP_S, DecodeClock, Pace
 from prfaas.serving.engines.tiny import tiny_config
-from prfaas.serving.transport import ChunkSource, Ticket
+from prfaas.serving.transport.chunk_source import ChunkSource
+from prfaas.serving.transport.ticket import Ticket
 
 TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=60)
 DIGESTS = st.integers(0, (1 << 64) - 1)

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.core.prefix import MediaItem, PromptChains
+from prfaas.core.prefix.hashing import MediaItem, PromptChains
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.planning_inputs import kv_facts

@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.serving.transport import BytesSource, Peer, Sender, SendPhase, TcpInfo, TransferPhase
+from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.liveness import LONGEST_LOOK_S, Liveness, LookClock
+from prfaas.serving.transport.options import Peer
+from prfaas.serving.transport.outgoing import SendPhase
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.sockets import TcpInfo
+from prfaas.serving.transport.wire import TransferPhase
 
 from .harness import (
     FAST_SENDER,

@@ -8,7 +8,7 @@ import prometheus_client
 
 from prfaas.core.deployment import AppliedDeployment
 from prfaas.core.deployment.types import BUILT_IN_POLICIES, DEFAULT_POLICY
-from prfaas.core.prefix import PromptChains
+from prfaas.core.prefix.hashing import PromptChains
 from prfaas.core.scheduling import CheckedPolicy, Decision, Policy, Route, RoutingRequest, View, make_policy
 from prfaas.core.scheduling.routing import prefill_at_decode
 from prfaas.serving.control.cluster_state import ClusterState

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.prefix import PromptChains
+from prfaas.core.prefix.hashing import PromptChains
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import TokenizedPrompt
