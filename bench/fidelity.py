@@ -58,7 +58,7 @@ from fidelity_traffic import (
 from measured_model import MeasuredModel
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.load import load_planned
-from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile
+from prfaas.core.latency.profile import Curve, DecodeCurve, LatencyProfile
 from prfaas.core.planner import best_operation, problem_of, problem_of_trace, range_tokens
 from prfaas.core.units import GIB
 from prfaas.core.workload.traffic import RequestChunk

@@ -38,7 +38,7 @@ from prfaas.core.deployment.planned import (
     LogNormalLengths,
     UniformLengths,
 )
-from prfaas.core.latency import Curve, DecodeCurve
+from prfaas.core.latency.profile import Curve, DecodeCurve
 from prfaas.core.planner import OperatingPoint, PlanProblem, best_operation, problem_of
 from prfaas.core.planner.survival import losses
 from prfaas.core.planner.two_clusters import best_threshold

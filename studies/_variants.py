@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from prfaas.core.deployment import PlannedDeployment
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.lab.simulator import CacheOptions
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from prfaas.core.deployment.examples import example_path
 from prfaas.core.deployment.pool import EvictionName
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.core.latency.profile import LatencyProfile
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.units import GIB, format_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prfaas.cli import main as cli
-from prfaas.core.latency import load_profile, save_profile
+from prfaas.core.latency.files import load_profile, save_profile
 from prfaas.core.latency.profile import Evidence
 from prfaas.core.workload import read_requests
 

@@ -252,8 +252,8 @@ def _simulated(
     """Every scenario under the same requests, with a bar on stderr; how quick it was is said there too."""
     import numpy as np
 
-    from prfaas.core.scheduling import NoDecodeInstanceError
     from prfaas.core.scheduling.checked_policy import UnsoundDecisionError
+    from prfaas.core.scheduling.view import NoDecodeInstanceError
     from prfaas.lab.simulator import simulate as run
 
     expected = requests if requests is not None else round((duration_s or 0.0) * traffic.traffic.mean_per_s)

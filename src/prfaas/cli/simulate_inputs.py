@@ -15,7 +15,7 @@ from prfaas.cli.trace_options import beyond
 if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
     from prfaas.core.planner import PlanProblem
-    from prfaas.core.scheduling import Setting
+    from prfaas.core.scheduling.parameters import Setting
     from prfaas.core.workload.arrivals import Diurnal, Mmpp, Poisson
     from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
     from prfaas.lab.report.records import RecordsFile
@@ -241,7 +241,8 @@ def policies_of(
         CliError: both options, a name twice, a policy that there is not, or a parameter that none of them has.
         DeploymentError: the policy that the file names is not there.
     """
-    from prfaas.core.scheduling import PolicyError, parameters_of, policy_class
+    from prfaas.core.scheduling.parameters import PolicyError, parameters_of
+    from prfaas.core.scheduling.policy import policy_class
 
     if policy is not None and compare is not None:
         raise CliError("give --policy or --compare, not both")
@@ -291,7 +292,8 @@ def scenario_for(
         CliError: a deployment that can be planned but not run by this policy, or a parameter out of its bounds.
         DeploymentError: the same, where the file has the parameter.
     """
-    from prfaas.core.scheduling import PolicyError, make_policy
+    from prfaas.core.scheduling.parameters import PolicyError
+    from prfaas.core.scheduling.policy import make_policy
     from prfaas.lab.simulator.scenario import as_deployed
 
     try:

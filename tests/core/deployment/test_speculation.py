@@ -10,7 +10,7 @@ from tests.core.deployment.test_cluster_dtypes import WHOLE, written
 
 from prfaas.core.deployment import DeploymentError, load_deployment, load_planned
 from prfaas.core.deployment.speculation import speculation_of
-from prfaas.core.kv import DrafterError, Speculation
+from prfaas.core.kv.drafters import DrafterError, Speculation
 from prfaas.core.planner import problem_of
 from prfaas.lab.simulator import scenario_of
 from prfaas.lab.simulator.world import World

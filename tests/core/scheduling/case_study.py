@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.core.latency import load_profile
+from prfaas.core.latency.files import load_profile
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem
 from prfaas.core.scheduling.length_window import LengthWindow

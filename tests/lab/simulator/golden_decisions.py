@@ -21,7 +21,9 @@ import numpy as np
 
 from prfaas.core.deployment import load_planned
 from prfaas.core.planner import best_operation, problem_of
-from prfaas.core.scheduling import POLICIES, Decision, Policy, RoutingRequest, View, make_policy
+from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.policy import POLICIES, Policy, make_policy
+from prfaas.core.scheduling.view import View
 from prfaas.core.units import GIB
 from prfaas.core.workload import TruncatedLogNormal, fixed
 from prfaas.core.workload.arrivals import Arrivals, Mmpp, Phase, Poisson

@@ -7,7 +7,8 @@ import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
-from prfaas.core.kv import FullAttention, KvModel, SlidingWindow
+from prfaas.core.kv.layers import FullAttention, SlidingWindow
+from prfaas.core.kv.model import KvModel
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator import CacheOptions, Scenario, simulate
 from prfaas.lab.simulator.link import FluidLink

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.lab.simulator.conftest import CaseStudy
 
-from prfaas.core.scheduling import KvFacts
+from prfaas.core.scheduling.decision import KvFacts
 from prfaas.lab.simulator import scenario_of, simulate
 from prfaas.lab.simulator.fleet import view_of
 

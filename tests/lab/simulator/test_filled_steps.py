@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
-from prfaas.core.kv import FullAttention, KvModel
+from prfaas.core.kv.layers import FullAttention
+from prfaas.core.kv.model import KvModel
 from prfaas.lab.simulator import Failure, PoolOptions, Result, Scenario, scenario_of, simulate
 
 CHUNK_TOKENS, BLOCK_TOKENS = 1024, 256

@@ -11,8 +11,10 @@ from tests.lab.simulator.conftest import PAPER, CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.deployment import load_planned
-from prfaas.core.kv import FullAttention
-from prfaas.core.scheduling import POLICIES, Decision, Policy, RoutingRequest, View
+from prfaas.core.kv.layers import FullAttention
+from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.policy import POLICIES, Policy
+from prfaas.core.scheduling.view import View
 from prfaas.core.units import GIB
 from prfaas.lab.simulator import (
     CacheOptions,

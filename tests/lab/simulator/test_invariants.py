@@ -11,7 +11,7 @@ from tests.lab.simulator.conftest import CaseStudy, chunk_of, outages
 from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.link.patience import late_after_s
-from prfaas.core.scheduling import POLICIES
+from prfaas.core.scheduling.policy import POLICIES
 from prfaas.core.units import GIB
 from prfaas.core.workload import fixed
 from prfaas.core.workload.arrivals import Poisson

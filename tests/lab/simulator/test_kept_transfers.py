@@ -13,7 +13,7 @@ from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 from tests.lab.simulator.test_invariants import conversations, failures
 
-from prfaas.core.kv import published_model
+from prfaas.core.kv.published import published_model
 from prfaas.core.link.checkpoints import checkpoint_count, checkpoint_every_tokens
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator import CacheOptions, Failure, Result, Scenario, scenario_of, simulate

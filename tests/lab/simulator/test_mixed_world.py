@@ -12,7 +12,7 @@ from tests.lab.simulator.invariants import Invariants
 from tests.lab.simulator.test_invariants import conversations, failures
 
 from prfaas.core.deployment.engine import mixed_chunk_tokens
-from prfaas.core.kv import published_model
+from prfaas.core.kv.published import published_model
 from prfaas.lab.simulator import CacheOptions, Failure, Result, Scenario, scenario_of, simulate
 
 MIXED_TOKENS = 2048

@@ -6,7 +6,8 @@ import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
-from prfaas.core.kv import CacheDtypes, published_model
+from prfaas.core.kv.dtypes import CacheDtypes
+from prfaas.core.kv.published import published_model
 from prfaas.lab.simulator import scenario_of, simulate
 
 TOKENS = 50_000

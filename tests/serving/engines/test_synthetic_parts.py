@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving.jumping_loop import JumpingLoop
 
-from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, model_from_config
 from prfaas.core.kv.groups import GroupKind
-from prfaas.core.latency import load_profile
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState
+from prfaas.core.kv.model import KvModel
+from prfaas.core.latency.files import load_profile
 from prfaas.core.prefix.events import EVENT_KINDS
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.page_digests import DigestSource

@@ -10,7 +10,7 @@ from msgspec import structs
 from tests.ports import free_ports
 
 from prfaas.core.deployment import GATEWAY
-from prfaas.core.scheduling import CacheTransfer, Decision, Route
+from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import AskedTransfers

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, field
 
 from prfaas.core.arrays import FloatArray, OfLength, np
-from prfaas.core.kv import KvModel, SlidingWindow
+from prfaas.core.kv.layers import SlidingWindow
+from prfaas.core.kv.model import KvModel
 from prfaas.core.planner.problem import PlanError
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import LengthDistribution

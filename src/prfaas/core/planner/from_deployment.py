@@ -13,8 +13,8 @@ from prfaas.core.deployment.planned import (
     TraceLengths,
     UniformLengths,
 )
-from prfaas.core.kv import KvModel
-from prfaas.core.latency import ProfileError
+from prfaas.core.kv.model import KvModel
+from prfaas.core.latency.profile import ProfileError
 from prfaas.core.planner.equations import KvSize
 from prfaas.core.planner.problem import (
     PdCluster,

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prfaas.core.deployment.pool import EvictionName, PoolSettings
-from prfaas.core.kv import KvModel
 from prfaas.core.kv.groups import GroupKind, KvGroup
+from prfaas.core.kv.model import KvModel
 from prfaas.core.pool.eviction import EvictionPolicy, eviction_policy
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
 from prfaas.core.scheduling.view import MEMORY_BITS_PER_S, NETWORK_BITS_PER_S, SSD_BITS_PER_S

@@ -5,7 +5,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, SlidingWindow
 from prfaas.core.kv.groups import (
     GroupKind,
     KvGroup,
@@ -13,6 +12,8 @@ from prfaas.core.kv.groups import (
     full_attention_first,
     region_bytes,
 )
+from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import KvModel
 from prfaas.core.prefix.events import EVENT_KINDS
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
