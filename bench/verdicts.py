@@ -43,10 +43,11 @@ from prfaas.core.planner import OperatingPoint, PlanProblem, best_operation, pro
 from prfaas.core.planner.survival import losses
 from prfaas.core.planner.two_clusters import best_threshold
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.core.workload import LengthDistribution
+from prfaas.core.workload.lengths import LengthDistribution
 from prfaas.core.workload.traffic import RequestChunk
-from prfaas.lab.simulator import Failure, Scenario, scenario_of, simulate
 from prfaas.lab.simulator.result import Result, backlog_growth
+from prfaas.lab.simulator.scenario import Failure, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TOLERANCE, SEARCH_TOLERANCE = 0.03, 0.01

@@ -65,8 +65,8 @@ if TYPE_CHECKING:
         PoolView,
         View,
     )
-    from prfaas.core.workload import WorkloadError
-    from prfaas.lab.simulator import Result
+    from prfaas.core.workload.lengths import WorkloadError
+    from prfaas.lab.simulator.result import Result
 
 __all__ = [
     "POLICIES",
@@ -154,8 +154,8 @@ _SOURCES = {
     "prfaas.core.scheduling.parameters": "Bounds Parameter PolicyError parameters_of",
     "prfaas.core.scheduling.policy": "POLICIES Policy make_policy policy_class policy_named",
     "prfaas.core.scheduling.view": "ClusterView InstanceView LinkView NoDecodeInstanceError PoolView View",
-    "prfaas.core.workload": "WorkloadError",
-    "prfaas.lab.simulator": "Result",
+    "prfaas.core.workload.lengths": "WorkloadError",
+    "prfaas.lab.simulator.result": "Result",
 }
 _MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names.split()}
 
@@ -309,9 +309,9 @@ def simulate(
     import numpy as np
 
     from prfaas.core.workload.arrivals import Poisson, arrivals_at
-    from prfaas.lab.simulator import simulate as run
     from prfaas.lab.simulator.recording import caches_for, traffic_for
     from prfaas.lab.simulator.scenario import Failure, as_deployed, stepped
+    from prfaas.lab.simulator.simulation import simulate as run
 
     if requests is not None and duration_s is not None:
         raise ValueError("give requests or duration_s, not both")

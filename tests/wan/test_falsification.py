@@ -35,8 +35,7 @@ from prfaas.core.latency.files import profile_text
 from prfaas.core.latency.profile import Curve, DecodeCurve, LatencyProfile
 from prfaas.core.planner import problem_of
 from prfaas.core.scheduling.policy import POLICIES
-from prfaas.core.workload import RequestTrace, TracedRequest
-from prfaas.core.workload.requests import read_requests
+from prfaas.core.workload.requests import RequestTrace, TracedRequest, read_requests
 
 NEED = 10e6
 

@@ -12,7 +12,7 @@ from prfaas.cli.trace_options import TraceAsked, beyond
 
 if TYPE_CHECKING:
     from prfaas.core.latency.profile import LatencyProfile
-    from prfaas.core.workload import LengthDistribution
+    from prfaas.core.workload.lengths import LengthDistribution
 
 
 @with_groups
@@ -106,7 +106,8 @@ def _estimated(model: str) -> "LatencyProfile":
 
 
 def _lengths(length: float | None, lognormal: str | None, asked: TraceAsked) -> "LengthDistribution":
-    from prfaas.core.workload import TruncatedLogNormal, fixed
+    from prfaas.core.workload.empirical import fixed
+    from prfaas.core.workload.lengths import TruncatedLogNormal
 
     given = [option is not None for option in (length, lognormal, asked.trace)]
     if sum(given) > 1:

@@ -58,7 +58,7 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.kv.config_fields import ConfigError
     from prfaas.core.latency.profile import ProfileError
     from prfaas.core.planner import PlanError
-    from prfaas.core.workload import WorkloadError
+    from prfaas.core.workload.lengths import WorkloadError
     from prfaas.serving.engines import EngineError
     from prfaas.serving.secret_files import (
         AdminTokenError,

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from prfaas.cli.simulate_inputs import SimulatedTraffic
     from prfaas.lab.report.records import RecordsFile
     from prfaas.lab.report.simulation import SimulationReport
-    from prfaas.lab.simulator import Result, Scenario
+    from prfaas.lab.simulator.result import Result
+    from prfaas.lab.simulator.scenario import Scenario
 
 _LOAD, _REQUESTS = 0.7, 20_000
 _arrival_option = options_of_panel("What arrives")
@@ -254,7 +255,7 @@ def _simulated(
 
     from prfaas.core.scheduling.checked_policy import UnsoundDecisionError
     from prfaas.core.scheduling.view import NoDecodeInstanceError
-    from prfaas.lab.simulator import simulate as run
+    from prfaas.lab.simulator.simulation import simulate as run
 
     expected = requests if requests is not None else round((duration_s or 0.0) * traffic.traffic.mean_per_s)
     results = {}

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from prfaas.core.workload.arrivals import Diurnal, Mmpp, Poisson
     from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
     from prfaas.lab.report.records import RecordsFile
-    from prfaas.lab.simulator import CacheOptions, PoolOptions, Scenario
     from prfaas.lab.simulator.capacity import CapacityProcess
+    from prfaas.lab.simulator.machine_pool import PoolOptions
+    from prfaas.lab.simulator.prefix_caches import CacheOptions
     from prfaas.lab.simulator.recording import Recording
-    from prfaas.lab.simulator.scenario import Failure
+    from prfaas.lab.simulator.scenario import Failure, Scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,9 @@ def _made_up(
     problem: "PlanProblem", rate_rps: float, *, bursts: bool, diurnal: str | None
 ) -> SimulatedTraffic:
     """Prompts from the deployment file's lengths, all answers of its mean length."""
-    from prfaas.core.workload import WorkloadError, fixed
     from prfaas.core.workload.arrivals import arrivals_at
+    from prfaas.core.workload.empirical import fixed
+    from prfaas.core.workload.lengths import WorkloadError
     from prfaas.core.workload.traffic import IndependentTraffic
 
     workload = problem.workload
@@ -321,7 +323,7 @@ def caches_asked(
         CliError: no size, memory that no cache has, or the model keeps nothing per token that could be cached.
     """
     from prfaas.core.units import parse_bytes
-    from prfaas.lab.simulator import CacheOptions
+    from prfaas.lab.simulator.prefix_caches import CacheOptions
     from prfaas.lab.simulator.recording import CACHE_BYTES
 
     if not has_caches:

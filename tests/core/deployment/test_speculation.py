@@ -12,7 +12,7 @@ from prfaas.core.deployment import DeploymentError, load_deployment, load_planne
 from prfaas.core.deployment.speculation import speculation_of
 from prfaas.core.kv.drafters import DrafterError, Speculation
 from prfaas.core.planner import problem_of
-from prfaas.lab.simulator import scenario_of
+from prfaas.lab.simulator.scenario import scenario_of
 from prfaas.lab.simulator.world import World
 from prfaas.serving.control.planning_inputs import kv_model_of, prefill_curves, view_of
 from prfaas.serving.engines.synthetic.node import _sent_model

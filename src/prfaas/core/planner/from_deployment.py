@@ -25,19 +25,16 @@ from prfaas.core.planner.problem import (
     TtftTarget,
     all_paths,
 )
-from prfaas.core.workload import (
-    Empirical,
+from prfaas.core.workload.empirical import Empirical, divisible, fixed
+from prfaas.core.workload.lengths import (
     LengthDistribution,
-    RequestTrace,
-    TraceColumns,
     TruncatedLogNormal,
     Uniform,
     Workload,
     WorkloadError,
-    divisible,
-    fixed,
-    read_requests,
 )
+from prfaas.core.workload.requests import RequestTrace, read_requests
+from prfaas.core.workload.trace_columns import TraceColumns
 
 
 def problem_of(deployment: PlannedDeployment) -> PlanProblem:

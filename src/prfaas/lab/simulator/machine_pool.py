@@ -9,7 +9,7 @@ from prfaas.core.kv.model import KvModel
 from prfaas.core.pool.eviction import EvictionPolicy, eviction_policy
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
 from prfaas.core.scheduling.view import MEMORY_BITS_PER_S, NETWORK_BITS_PER_S, SSD_BITS_PER_S
-from prfaas.core.workload import TracedRequest
+from prfaas.core.workload.requests import TracedRequest
 
 _ATTENTION, _STATE = 0, 1
 

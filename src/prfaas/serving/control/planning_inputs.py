@@ -31,7 +31,7 @@ from prfaas.core.scheduling.parameters import PolicyError
 from prfaas.core.scheduling.policy import Policy, make_policy
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, PoolView, View
 from prfaas.core.units import GB, SECONDS_PER_HOUR
-from prfaas.core.workload import LengthDistribution
+from prfaas.core.workload.lengths import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
