@@ -1,6 +1,6 @@
 """A gateway with more to do than it can: thousands of streams at once, and twice the requests its engines can serve.
 
-    python bench/overload.py [--only streams|prefill|decode] [--streams N] [--seconds S] [--json FILE]
+    python bench/overload.py [--only streams|prefill|decode|cut] [--streams N] [--seconds S] [--json FILE]
 
 `prfaas up` runs stand-in engines and the gateway; the load comes from this process.
 
@@ -9,6 +9,9 @@ prefill  Prompts of 8K tokens: prefill engines are what limits. First at 0.9 and
          carry, then at twice that. Goodput is whole answers per second whose first token came before the deadline,
          which every request names in `x-request-timeout`.
 decode   The same with short prompts and long answers: places in the decode batch are what limits.
+
+cut      As prefill, but the load stays at 0.9 and the cluster elsewhere is drained: half of the prefill engines are out
+         of reach at the planned load. What home carries alone is what is to be left.
 
 Ends with 1 if a stream failed, an overloaded request had another end than an answer or 429, goodput under overload was
 less than 0.9 of the best before, or the P99 of the time to the first token of admitted requests was over the deadline.
@@ -21,6 +24,7 @@ import math
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,7 +46,7 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.sse import SseParser
 
 MODEL = "qwen3-next"
-SCENARIOS = ("streams", "prefill", "decode")
+SCENARIOS = ("streams", "prefill", "decode", "cut")
 REFERENCES = (0.9, 1.0)
 OVERLOAD = 2.0
 LEAST_GOODPUT = 0.9
@@ -67,6 +71,7 @@ SHAPES = {
     "streams": Shape(80, STREAM_TOKENS, 0.25, 4096),
     "prefill": Shape(8000, 24, 5.0, 64),
     "decode": Shape(300, 160, 2.0, 20),
+    "cut": Shape(8000, 24, 5.0, 64),
 }
 
 
@@ -80,6 +85,8 @@ class Asked:
     tokens: int = 0
     error: str = ""
     behind_s: float = 0.0
+    at_s: float = 0.0
+    """When it was due, since the phase began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,8 @@ class Found:
     seconds: float
     asked: list[Asked]
     open_at_once: int = 0
+    settled_s: float = 0.0
+    """Goodput counts from here on: before, an empty queue takes on more than engines carry."""
 
     @property
     def admitted(self) -> list[Asked]:
@@ -108,7 +117,8 @@ class Found:
 
     @property
     def goodput_per_s(self) -> float:
-        return len(self.good) / self.seconds
+        good = sum(each.at_s >= self.settled_s for each in self.good)
+        return good / (self.seconds - self.settled_s)
 
     @property
     def refused(self) -> int:
@@ -219,14 +229,26 @@ def carried_per_s(deployment: Deployment, shape: Shape) -> float:
     )
 
 
-class Client:
-    """Asks for streamed answers to prompts that are all different."""
+def cut_off(deployment: Deployment) -> None:
+    """Nothing is prefilled elsewhere any more."""
+    for number in range(_PREFILLS):
+        words = ["drain", f"far-prefill-{number}", str(deployment.path)]
+        subprocess.run(
+            [sys.executable, "-m", "prfaas.cli.main", *words],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PRFAAS_HOME": str(deployment.path.parent / "home")},
+        )
 
-    def __init__(self, url: str, shape: Shape, session: aiohttp.ClientSession) -> None:
+
+class Client:
+    """Asks for streamed answers to prompts that are all different, with another seed from those of others too."""
+
+    def __init__(self, url: str, shape: Shape, session: aiohttp.ClientSession, seed: int = 0) -> None:
         self._url = f"{url}/v1/completions"
         self._shape = shape
         self._session = session
-        self._random = random.Random(0)
+        self._random = random.Random(seed)
         self.open = 0
         self.most_open = 0
 
@@ -244,8 +266,10 @@ class Client:
             }
         )
 
-    async def ask(self, body: bytes, due_s: float, headers: dict[str, str], limit_s: float) -> Asked:
-        asked = Asked(behind_s=time.monotonic() - due_s)
+    async def ask(
+        self, body: bytes, due_s: float, headers: dict[str, str], limit_s: float, at_s: float = 0.0
+    ) -> Asked:
+        asked = Asked(behind_s=time.monotonic() - due_s, at_s=at_s)
         try:
             async with (
                 asyncio.timeout(limit_s),
@@ -296,22 +320,29 @@ async def all_at_once(deployment: Deployment, shape: Shape, count: int) -> Found
 
 
 async def at_rate(
-    deployment: Deployment, scenario: str, load: float, per_s: float, seconds: float, seed: int
+    deployment: Deployment,
+    scenario: str,
+    load: float,
+    per_s: float,
+    seconds: float,
+    seed: int,
+    settled_s: float = 0.0,
 ) -> Found:
     """Requests at random times, whether or not those before have ended."""
     rng = random.Random(seed)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
-        client = Client(deployment.gateway.url, SHAPES[scenario], session)
+        client = Client(deployment.gateway.url, SHAPES[scenario], session, seed)
         headers = {"x-request-timeout": f"{DEADLINE_S:g}"}
         tasks = []
         began_s = due_s = time.monotonic()
         while (due_s := due_s + rng.expovariate(per_s)) < began_s + seconds:
             body = client.body()
             await asyncio.sleep(due_s - time.monotonic())
-            tasks.append(asyncio.create_task(client.ask(body, due_s, headers, 3 * DEADLINE_S)))
+            at_s = due_s - began_s
+            tasks.append(asyncio.create_task(client.ask(body, due_s, headers, 3 * DEADLINE_S, at_s)))
         asked = await asyncio.gather(*tasks)
-        return Found(scenario, load, per_s, seconds, asked, client.most_open)
+        return Found(scenario, load, per_s, seconds, asked, client.most_open, settled_s)
 
 
 async def phases(deployment: Deployment, scenario: str, options: argparse.Namespace) -> list[Found]:
@@ -322,6 +353,13 @@ async def phases(deployment: Deployment, scenario: str, options: argparse.Namesp
         return [await all_at_once(deployment, shape, options.streams)]
     carried = carried_per_s(deployment, shape)
     found = []
+    if scenario == "cut":
+        load = REFERENCES[0]
+        found.append(await at_rate(deployment, scenario, load, load * carried, options.seconds / 2, 0))
+        await asyncio.to_thread(cut_off, deployment)
+        per_s, settled_s = load * carried, min(2 * DEADLINE_S, options.seconds / 2)
+        found.append(await at_rate(deployment, scenario, load, per_s, options.seconds, 1, settled_s))
+        return found
     for seed, load in enumerate((*REFERENCES, OVERLOAD)):
         seconds = options.seconds if load == OVERLOAD else options.seconds / 2
         found.append(await at_rate(deployment, scenario, load, load * carried, seconds, seed))
@@ -335,7 +373,8 @@ Verdict = tuple[bool, str]
 def verdicts(found: Sequence[Found]) -> list[Verdict]:
     scenario = found[0].scenario
     last = found[-1]
-    failed = sum(last.errors.values())
+    # Of those, too, whose KVCache was on the line.
+    failed = sum(sum(each.errors.values()) for each in (found if scenario == "cut" else found[-1:]))
     if scenario == "streams":
         return [
             (
@@ -345,13 +384,16 @@ def verdicts(found: Sequence[Found]) -> list[Verdict]:
             )
         ]
     best = max(each.goodput_per_s for each in found[:-1])
+    if scenario == "cut":
+        # Two of four prefill engines are left.
+        best = min(best, found[0].per_s / found[0].load / 2)
     ratio = last.goodput_per_s / best if best else 0.0
     return [
         (not failed, f"{scenario}: {failed} of {len(last.asked)} ended with neither an answer nor 429"),
         (
             ratio >= LEAST_GOODPUT,
             f"{scenario}: goodput at {last.load:g} times the load is {last.goodput_per_s:.1f}/s, "
-            f"{ratio:.2f} of the best ({best:.1f}/s)",
+            f"{ratio:.2f} of {'what is left' if scenario == 'cut' else 'the best'} ({best:.1f}/s)",
         ),
         (
             last.ttft_p99_s <= DEADLINE_S,

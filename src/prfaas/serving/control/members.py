@@ -41,7 +41,7 @@ class Members(Part):
         self.running = running
         self.key = key
         self.http: EngineHttp = http or EngineHttp(tls)
-        kv_ports = KvPorts(CONTROL, key, tls)
+        kv_ports = KvPorts(CONTROL, key, tls, running.current.transfer.silence_s)
         self._sender_of = sender_of or kv_ports.of_rank
         self.instances: dict[str, Instance] = {}
         self.kv_ports: dict[str, tuple[Observer, ...]] = {}
