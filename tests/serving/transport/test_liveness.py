@@ -40,7 +40,7 @@ QUIET = TcpInfo(
 # In a process of its own, which can be stopped.
 CONSUMER = """
 import sys
-from prfaas.serving.transport import StagingArena
+from prfaas.serving.transport.staging import StagingArena
 from tests.serving.transport.harness import make_receiver
 receiver = make_receiver(StagingArena(64 << 20, 256 << 10))
 print(receiver.port, flush=True)
