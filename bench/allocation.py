@@ -20,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from prfaas.core.deployment import load_planned
-from prfaas.core.latency import load_profile
+from prfaas.core.latency.files import load_profile
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.scheduling.allocation import Allocator, PdInstance, PdLoad, StageLoad

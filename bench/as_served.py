@@ -30,8 +30,9 @@ from typing import Any
 
 from goals import goal, home_with_models, report
 from prfaas.core.deployment.model import TINY_MODELS, made_model, made_model_names
-from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
 from prfaas.core.kv.groups import GroupKind, KvGroup, Region, region_bytes
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import KvModel
 from prfaas.core.units import BITS_PER_BYTE, format_bits_per_s
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))

@@ -43,7 +43,7 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.deployment.peers import engine_share_bits_per_s
 from prfaas.core.planner import best_operation
 from prfaas.core.units import format_s
-from prfaas.core.workload import RequestTrace, TracedRequest, read_requests
+from prfaas.core.workload.requests import RequestTrace, TracedRequest, read_requests
 from prfaas.core.workload.traffic import ReplayedTraffic
 from prfaas.tools.replay import ReplayedRequest, ReplayOptions, find_target, replay
 

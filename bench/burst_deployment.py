@@ -14,7 +14,7 @@ from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem, best_operation
 from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
 from prfaas.core.units import parse_bits_per_s
-from prfaas.core.workload import LengthDistribution
+from prfaas.core.workload.lengths import LengthDistribution
 from prfaas.serving.control.planning_inputs import decode_slots
 
 

@@ -13,7 +13,7 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.planner.fixed_roles import rate_with_roles
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.core.units import format_bits_per_s, format_s
-from prfaas.core.workload import Empirical
+from prfaas.core.workload.empirical import Empirical
 from prfaas.tools.replay import ReplayedRequest
 from prfaas.tools.replay.result import Percentiles
 

@@ -20,7 +20,8 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.vllm.device_pages import layer_pages
 from prfaas.serving.engines.vllm.layout import EngineGroup
-from prfaas.serving.transport import Observer, Ticket, load_key, prompt_digest
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.ticket import Ticket, load_key, prompt_digest
 
 PAGE_BYTES = (4096, 32_768, 131_072, 1_048_576)
 DIGESTED_BYTES = 64 << 20

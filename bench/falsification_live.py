@@ -23,9 +23,9 @@ from fidelity_stack import (
     limited_engines,
 )
 from measured_model import MeasuredModel
-from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile, profile_text
-from prfaas.core.latency.files import parse_profile
-from prfaas.core.workload import TracedRequest
+from prfaas.core.latency.files import parse_profile, profile_text
+from prfaas.core.latency.profile import Curve, DecodeCurve, LatencyProfile
+from prfaas.core.workload.requests import TracedRequest
 from prfaas.lab.simulator.capacity import Piece
 from wan.laboratory import GOODPUT_SHARE, Laboratory, LineSettings
 from wan.load import LinkReading, synthetic_model

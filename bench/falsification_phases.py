@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from prfaas.core.planner import PlanProblem, best_operation
 from prfaas.core.planner.two_clusters import evaluate
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.core.workload import RequestTrace, TracedRequest
+from prfaas.core.workload.requests import RequestTrace, TracedRequest
 from prfaas.lab.simulator.capacity import Fluctuating, Piece
 
 LEAST_SHARE = 0.5

@@ -58,11 +58,14 @@ from fidelity_traffic import (
 from measured_model import MeasuredModel
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.load import load_planned
-from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile
+from prfaas.core.latency.profile import Curve, DecodeCurve, LatencyProfile
 from prfaas.core.planner import best_operation, problem_of, problem_of_trace, range_tokens
 from prfaas.core.units import GIB
 from prfaas.core.workload.traffic import RequestChunk
-from prfaas.lab.simulator import CacheOptions, Overheads, Result, Scenario, scenario_of, simulate
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import Overheads, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 MAX_MODEL_LEN, CHUNK_TOKENS = 16384, 1024
 WARMUP_SHARE = 0.1

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 
 from fidelity_stack import EAST, EAST_PREFILL, HOME, HOME_DECODE, HOME_PREFILL, MeasuredStack, machine_cpu_s
-from prfaas.core.latency import profile_text
-from prfaas.core.workload import TracedRequest
+from prfaas.core.latency.files import profile_text
+from prfaas.core.workload.requests import TracedRequest
 from prfaas.tools.profiling.endpoint import ProfiledEndpoint
 from prfaas.tools.profiling.measure import Measurement, MeasurePlan, measure
 from prfaas.tools.replay import ReplayOptions, replay

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prfaas.core.workload import RequestTrace, TracedRequest, TruncatedLogNormal, Uniform
 from prfaas.core.workload.arrivals import Poisson
-from prfaas.core.workload.requests import starts_of
+from prfaas.core.workload.lengths import TruncatedLogNormal, Uniform
+from prfaas.core.workload.requests import RequestTrace, TracedRequest, starts_of
 from prfaas.core.workload.sessions import SessionTraffic
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, Traffic, take
 

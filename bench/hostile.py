@@ -50,8 +50,9 @@ from pool_world import pooled_deployment, running_pool
 from prfaas.core.deployment import TOOLS, Instance
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.pool.protocol import LENGTH_BYTES, PROTOCOL_VERSION, OpenSession, Stats
-from prfaas.serving.transport import Observer, load_key
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.wire import FrameType, pack_control
 
 ANSWER_TOKENS = 24

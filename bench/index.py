@@ -29,13 +29,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from prfaas.core.prefix import (
-    BlockHasher,
-    GlobalIndex,
-    PromptChains,
-    StoredBlocks,
-    decode_batch,
-)
 from prfaas.core.prefix.digests import (
     EventDigests,
     HeldEvent,
@@ -45,7 +38,9 @@ from prfaas.core.prefix.digests import (
     encode_events,
     word_of,
 )
-from prfaas.core.prefix.events import EngineHash
+from prfaas.core.prefix.events import EngineHash, StoredBlocks, decode_batch
+from prfaas.core.prefix.hashing import BlockHasher, PromptChains
+from prfaas.core.prefix.index import GlobalIndex
 
 INSTANCES = 64
 SEED = 1

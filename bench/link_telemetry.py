@@ -32,16 +32,13 @@ from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport import (
-    BytesSource,
-    Observer,
-    Peer,
-    Receiver,
-    Sender,
-    StagingArena,
-    Ticket,
-    prompt_digest,
-)
+from prfaas.serving.transport.chunk_source import BytesSource
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.options import Peer
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.ticket import Ticket, prompt_digest
 from wan.laboratory import Laboratory, LineSettings, ending_on_sigterm
 
 KEY = bytes(range(32))

@@ -31,11 +31,14 @@ from prfaas.core.deployment.planned import EmpiricalLengths
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.scheduling.rebalancing import Rebalancer
 from prfaas.core.units import GIB
-from prfaas.core.workload import Empirical, fixed, read_requests
 from prfaas.core.workload.arrivals import Arrivals, Poisson
+from prfaas.core.workload.empirical import Empirical, fixed
+from prfaas.core.workload.requests import read_requests
 from prfaas.core.workload.traffic import IndependentTraffic
-from prfaas.lab.simulator import CacheOptions, PoolOptions, Result
 from prfaas.lab.simulator.capacity import Fluctuating
+from prfaas.lab.simulator.machine_pool import PoolOptions
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.result import Result
 from prfaas.lab.studies import StudyContext, context_of
 from prfaas.lab.studies.study import Run, StudyOutcome, run_all
 

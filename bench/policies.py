@@ -37,9 +37,10 @@ from scipy.stats import t as student
 
 from prfaas.core.deployment import load_planned
 from prfaas.core.planner import best_operation, problem_of
-from prfaas.core.workload import fixed
+from prfaas.core.workload.empirical import fixed
 from prfaas.core.workload.traffic import IndependentTraffic
-from prfaas.lab.simulator import scenario_of, simulate
+from prfaas.lab.simulator.scenario import scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 # The plots and bursts of the project's studies.
 sys.path.append(str(Path(__file__).resolve().parent.parent))

@@ -75,7 +75,7 @@ def _round(
     worker.writer.order([PoolStore("store", scheduler.epoch, (pages,), False)])
     await_true(lambda: bool(worker.writer.finished()))
     store_s = time.perf_counter() - began_s
-    await_true(lambda: scheduler.page_state(pages.pages[-1].slot) is PageState.READY)
+    await_true(lambda: scheduler.page_states(pages.pages[-1:])[0] == PageState.READY)
     ready_s = time.perf_counter() - began_s
     packed = b"".join(blocks.chain(prompt).keys)
     limit = blocks.count * blocks.geometry.step_tokens
@@ -190,8 +190,8 @@ def _promotion_s(blocks: Blocks, scheduler: PoolClient) -> float:
     match = scheduler.match(packed, 0, limit, whole=True, tenant=TENANT, pin=True)
     if match is None or match.usable_tokens < limit or match.memory_tokens:
         raise RuntimeError(f"the pages are not on disk alone: {match and match[1:4]} of {limit}")
-    slots = [ref.slot for part in match.pages for ref in part.refs]
-    await_true(lambda: all(scheduler.page_state(slot) is PageState.READY for slot in reversed(slots)))
+    refs = [ref for part in match.pages for ref in part.refs]
+    await_true(lambda: bool((scheduler.page_states(refs) == PageState.READY).all()))
     return time.perf_counter() - began_s
 
 

@@ -20,23 +20,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from prfaas.core.latency import load_profile
+from prfaas.core.latency.files import load_profile
 from prfaas.core.latency.service_curve import ServiceCurve
-from prfaas.core.scheduling import (
-    POLICIES,
-    ClusterView,
-    InstanceView,
-    KvFacts,
-    LinkView,
-    Policy,
-    PoolHit,
-    PoolView,
-    PrefixHit,
-    RoutingRequest,
-    View,
-    policy_named,
-    with_pools,
-)
+from prfaas.core.scheduling.decision import KvFacts, PoolHit, PrefixHit, RoutingRequest
+from prfaas.core.scheduling.policy import POLICIES, Policy, policy_named
+from prfaas.core.scheduling.tiers import with_pools
+from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, PoolView, View
 
 H200, H20 = (ServiceCurve.of_profile(load_profile(f"internal-1t-{name}")).seconds for name in ("h200", "h20"))
 GBIT = 1e9

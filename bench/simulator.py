@@ -34,10 +34,13 @@ from rich.table import Table
 from prfaas.cli.simulate_inputs import caches_asked
 from prfaas.core.deployment import load_planned
 from prfaas.core.planner import best_operation, problem_of
-from prfaas.core.workload import fixed, read_requests
 from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.requests import read_requests
 from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic, RequestChunk, Traffic
-from prfaas.lab.simulator import Scenario, scenario_of, simulate, simulation
+from prfaas.lab.simulator import simulation
+from prfaas.lab.simulator.scenario import Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 from simulator_splitwise import splitwise_rps
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "paper.yaml"

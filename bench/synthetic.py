@@ -31,7 +31,8 @@ from prfaas.core.deployment import TOOLS, Deployment, Instance, load_deployment
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
-from prfaas.serving.transport import Observer, Ticket, load_key, prompt_digest
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.ticket import Ticket, load_key, prompt_digest
 
 MODEL = "qwen3-next"
 CONCURRENT = 16

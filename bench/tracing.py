@@ -21,7 +21,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Instance
-from prfaas.core.scheduling import Decision, Route
+from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.serving.gateway.generation import decision_attributes
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestLog, TransferredBytes

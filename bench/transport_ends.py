@@ -18,19 +18,14 @@ from typing import Any
 import numpy as np
 
 from prfaas.core.deployment import TransferLimits
-from prfaas.serving.transport import (
-    BytesSource,
-    ChunkSource,
-    Peer,
-    Receiver,
-    Sender,
-    SenderOptions,
-    SendPhase,
-    StagingArena,
-    Ticket,
-    TlsIdentity,
-    prompt_digest,
-)
+from prfaas.serving.transport.chunk_source import BytesSource, ChunkSource
+from prfaas.serving.transport.options import Peer, SenderOptions
+from prfaas.serving.transport.outgoing import SendPhase
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.ticket import Ticket, prompt_digest
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 KEY = bytes(range(32))
 REGIONS = 16

@@ -38,15 +38,16 @@ from prfaas.core.deployment.planned import (
     LogNormalLengths,
     UniformLengths,
 )
-from prfaas.core.latency import Curve, DecodeCurve
+from prfaas.core.latency.profile import Curve, DecodeCurve
 from prfaas.core.planner import OperatingPoint, PlanProblem, best_operation, problem_of
 from prfaas.core.planner.survival import losses
 from prfaas.core.planner.two_clusters import best_threshold
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.core.workload import LengthDistribution
+from prfaas.core.workload.lengths import LengthDistribution
 from prfaas.core.workload.traffic import RequestChunk
-from prfaas.lab.simulator import Failure, Scenario, scenario_of, simulate
 from prfaas.lab.simulator.result import Result, backlog_growth
+from prfaas.lab.simulator.scenario import Failure, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TOLERANCE, SEARCH_TOLERANCE = 0.03, 0.01

@@ -7,8 +7,10 @@ from functools import lru_cache
 import numpy as np
 
 from prfaas.core.deployment import DeploymentError, PlannedDeployment
-from prfaas.core.kv import KvModel, published_model
-from prfaas.core.latency import Curve, DecodeCurve, Evidence, LatencyProfile, load_profile, profile_names
+from prfaas.core.kv.model import KvModel
+from prfaas.core.kv.published import published_model
+from prfaas.core.latency.files import load_profile, profile_names
+from prfaas.core.latency.profile import Curve, DecodeCurve, Evidence, LatencyProfile
 from prfaas.core.planner import Baseline, best_operation, problem_of
 from prfaas.core.planner.comparisons import Rival, homogeneous, homogeneous_at_equal_cost
 from prfaas.core.planner.cost import cost_per_hour

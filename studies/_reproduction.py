@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from prfaas.core.arrays import np
 from prfaas.core.deployment import load_planned
 from prfaas.core.deployment.examples import example_path
-from prfaas.core.kv import FullAttention, LinearState, SlidingWindow, published_model
-from prfaas.core.latency import load_profile
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.published import published_model
+from prfaas.core.latency.files import load_profile
 from prfaas.core.planner import make_plan, problem_of
 from prfaas.core.units import BITS_PER_BYTE, MIB
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from prfaas.core.arrays import FloatArray
 from prfaas.core.planner import best_operation, problem_of_trace
-from prfaas.lab.simulator import Result
+from prfaas.lab.simulator.result import Result
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Run as PlainRun
 from prfaas.lab.studies.study import StudyOutcome

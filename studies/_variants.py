@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from prfaas.core.deployment import PlannedDeployment
-from prfaas.core.kv import KvModel
-from prfaas.lab.simulator import CacheOptions
+from prfaas.core.kv.model import KvModel
+from prfaas.lab.simulator.prefix_caches import CacheOptions
 
 
 def with_bandwidth(planned: PlannedDeployment, bits_per_s: float) -> PlannedDeployment:

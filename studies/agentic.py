@@ -9,12 +9,13 @@ import numpy as np
 
 from prfaas.core.planner import best_operation, problem_of_trace
 from prfaas.core.units import GIB, format_bits_per_s, format_bytes
-from prfaas.core.workload import RequestTrace, TruncatedLogNormal
 from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.lengths import TruncatedLogNormal
+from prfaas.core.workload.requests import RequestTrace
 from prfaas.core.workload.sessions import SessionTraffic
 from prfaas.core.workload.trace_columns import BLOCK_TOKENS
 from prfaas.core.workload.traffic import RequestChunk, Traffic, take
-from prfaas.lab.simulator import PoolOptions
+from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Study, StudySection, StudyTable
 from studies._figures import bars, listed, percent

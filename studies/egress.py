@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prfaas.core.kv import published_model
-from prfaas.core.latency import LatencyProfile, load_profile, profile_names
+from prfaas.core.kv.published import published_model
+from prfaas.core.latency.files import load_profile, profile_names
+from prfaas.core.latency.profile import LatencyProfile
 from prfaas.core.planner import KvSize, PlanProblem, best_operation
 from prfaas.core.planner.comparisons import homogeneous
 from prfaas.core.planner.cost import break_even_per_gb, gb_per_hour, instances_per_hour

@@ -9,15 +9,14 @@ import numpy as np
 
 from prfaas.core.deployment.examples import example_path
 from prfaas.core.deployment.pool import EvictionName
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.core.latency.profile import LatencyProfile
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.units import GIB, format_bytes
-from prfaas.core.workload import read_requests
+from prfaas.core.workload.requests import read_requests
 from prfaas.core.workload.trace_columns import BLOCK_TOKENS
 from prfaas.core.workload.traffic import ReplayedTraffic, Traffic, take
-from prfaas.lab.simulator import PoolOptions
-from prfaas.lab.simulator.machine_pool import MachinePool, replayed
+from prfaas.lab.simulator.machine_pool import MachinePool, PoolOptions, replayed
 from prfaas.lab.simulator.pools import TIERS
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import (

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from prfaas.core.planner import OperatingPoint, PlanProblem, best_operation
 from prfaas.core.planner.two_clusters import evaluate
-from prfaas.core.workload import Empirical, Workload
 from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.empirical import Empirical
+from prfaas.core.workload.lengths import Workload
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Study, StudyFigure, StudySection, StudyTable, Verdict
 from studies._figures import (

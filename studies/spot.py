@@ -10,7 +10,7 @@ import numpy as np
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import best_operation
 from prfaas.core.units import SECONDS_PER_HOUR
-from prfaas.lab.simulator import Failure
+from prfaas.lab.simulator.scenario import Failure
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Study, StudyFigure, StudySection, StudyTable
 from studies._figures import NONE, Panel, PlotCurve, lines, listed, percent

@@ -11,8 +11,10 @@ from tests.mutations import mutated
 
 from prfaas.core.deployment import DeploymentError, load_deployment
 from prfaas.core.deployment.source import read_source
-from prfaas.core.kv import ConfigError, model_from_config
-from prfaas.core.workload import WorkloadError, read_requests
+from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.workload.lengths import WorkloadError
+from prfaas.core.workload.requests import read_requests
 from prfaas.serving.gateway.clients import Clients, ClientsFileError
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -8,17 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prfaas.serving.transport import (
-    BytesSource,
-    Peer,
-    Receiver,
-    Sender,
-    SenderOptions,
-    StagingArena,
-    Ticket,
-    prompt_digest,
-)
+from prfaas.serving.transport.chunk_source import BytesSource
+from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.peer_list import PeerList
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.ticket import Ticket, prompt_digest
 from wan.laboratory import Laboratory, LineSettings
 from wan.mid_run import RATE_BITS_PER_S, RTT_S
 from wan.stack import FAR, FIRST_KV_PORT, HOME

@@ -32,49 +32,41 @@ if TYPE_CHECKING:
         load_planned,
     )
     from prfaas.core.deployment.examples import example_files, example_path
-    from prfaas.core.kv import (
+    from prfaas.core.kv.config_fields import ConfigError
+    from prfaas.core.kv.dtypes import KvCacheDtype, ModelDtype, StateDtype
+    from prfaas.core.kv.layers import (
         ChunkedWindow,
         CompressedAttention,
-        ConfigError,
         FullAttention,
-        KvCacheDtype,
-        KvModel,
         LinearState,
-        ModelDtype,
-        PublishedModel,
         SlidingWindow,
-        StateDtype,
-        published_models,
     )
-    from prfaas.core.latency import LatencyProfile, ProfileError, load_profile
+    from prfaas.core.kv.model import KvModel
+    from prfaas.core.kv.published import PublishedModel, published_models
+    from prfaas.core.latency.files import load_profile
+    from prfaas.core.latency.profile import LatencyProfile, ProfileError
     from prfaas.core.planner import Baseline, Cost, OperatingPoint, Plan, PlanError, ShadowPrice, TtftEstimate
-    from prfaas.core.scheduling import (
-        POLICIES,
-        Bounds,
+    from prfaas.core.scheduling.decision import (
         CacheTransfer,
-        ClusterView,
         Decision,
-        InstanceView,
         KvFacts,
-        LinkView,
-        NoDecodeInstanceError,
-        Parameter,
-        Policy,
-        PolicyError,
-        PoolView,
-        PrefillOption,
         PrefixHit,
         Route,
         RoutingRequest,
-        View,
-        make_policy,
-        options,
-        parameters_of,
-        policy_class,
-        policy_named,
     )
-    from prfaas.core.workload import WorkloadError
-    from prfaas.lab.simulator import Result
+    from prfaas.core.scheduling.options import PrefillOption, options
+    from prfaas.core.scheduling.parameters import Bounds, Parameter, PolicyError, parameters_of
+    from prfaas.core.scheduling.policy import POLICIES, Policy, make_policy, policy_class, policy_named
+    from prfaas.core.scheduling.view import (
+        ClusterView,
+        InstanceView,
+        LinkView,
+        NoDecodeInstanceError,
+        PoolView,
+        View,
+    )
+    from prfaas.core.workload.lengths import WorkloadError
+    from prfaas.lab.simulator.result import Result
 
 __all__ = [
     "POLICIES",
@@ -145,23 +137,25 @@ __all__ = [
 
 _SOURCES = {
     "prfaas.core.deployment": (
-        "Cluster ControlConfig Deployment DeploymentError Instance Link PlannedCluster PlannedDeployment Routing Slo "
-        "load_deployment load_planned"
+        "Cluster ControlConfig Deployment DeploymentError Instance Link PlannedCluster PlannedDeployment "
+        "Routing Slo load_deployment load_planned"
     ),
     "prfaas.core.deployment.examples": "example_files example_path",
-    "prfaas.core.kv": (
-        "ChunkedWindow CompressedAttention ConfigError FullAttention KvCacheDtype KvModel LinearState ModelDtype "
-        "PublishedModel SlidingWindow StateDtype published_models"
-    ),
-    "prfaas.core.latency": "LatencyProfile ProfileError load_profile",
+    "prfaas.core.kv.config_fields": "ConfigError",
+    "prfaas.core.kv.dtypes": "KvCacheDtype ModelDtype StateDtype",
+    "prfaas.core.kv.layers": "ChunkedWindow CompressedAttention FullAttention LinearState SlidingWindow",
+    "prfaas.core.kv.model": "KvModel",
+    "prfaas.core.kv.published": "PublishedModel published_models",
+    "prfaas.core.latency.files": "load_profile",
+    "prfaas.core.latency.profile": "LatencyProfile ProfileError",
     "prfaas.core.planner": "Baseline Cost OperatingPoint Plan PlanError ShadowPrice TtftEstimate",
-    "prfaas.core.scheduling": (
-        "POLICIES Bounds CacheTransfer ClusterView Decision InstanceView KvFacts LinkView NoDecodeInstanceError "
-        "Parameter Policy PolicyError PoolView PrefillOption PrefixHit Route RoutingRequest View make_policy options "
-        "parameters_of policy_class policy_named"
-    ),
-    "prfaas.core.workload": "WorkloadError",
-    "prfaas.lab.simulator": "Result",
+    "prfaas.core.scheduling.decision": "CacheTransfer Decision KvFacts PrefixHit Route RoutingRequest",
+    "prfaas.core.scheduling.options": "PrefillOption options",
+    "prfaas.core.scheduling.parameters": "Bounds Parameter PolicyError parameters_of",
+    "prfaas.core.scheduling.policy": "POLICIES Policy make_policy policy_class policy_named",
+    "prfaas.core.scheduling.view": "ClusterView InstanceView LinkView NoDecodeInstanceError PoolView View",
+    "prfaas.core.workload.lengths": "WorkloadError",
+    "prfaas.lab.simulator.result": "Result",
 }
 _MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names.split()}
 
@@ -208,7 +202,9 @@ def kv_model(
         >>> 2 * kv_model("minimax-m2.5", kv_cache_dtype="fp8").token_bytes == kv_model("minimax-m2.5").token_bytes
         True
     """
-    from prfaas.core.kv import CacheDtypes, model_from_directory, model_from_file, published_model
+    from prfaas.core.kv.dtypes import CacheDtypes
+    from prfaas.core.kv.hf_config import model_from_directory, model_from_file
+    from prfaas.core.kv.published import published_model
 
     path, dtypes = Path(model), CacheDtypes(kv_cache_dtype, dtype, state_dtype)
     if path.is_dir():
@@ -313,9 +309,9 @@ def simulate(
     import numpy as np
 
     from prfaas.core.workload.arrivals import Poisson, arrivals_at
-    from prfaas.lab.simulator import simulate as run
     from prfaas.lab.simulator.recording import caches_for, traffic_for
     from prfaas.lab.simulator.scenario import Failure, as_deployed, stepped
+    from prfaas.lab.simulator.simulation import simulate as run
 
     if requests is not None and duration_s is not None:
         raise ValueError("give requests or duration_s, not both")

@@ -10,7 +10,7 @@ from studies import STUDIES
 
 from prfaas.cli.completions import instance_names, model_names, pool_names
 from prfaas.cli.study_folder import study_names
-from prfaas.core.scheduling import POLICIES
+from prfaas.core.scheduling.policy import POLICIES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

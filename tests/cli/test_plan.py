@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from prfaas.cli import main as cli
-from prfaas.core.latency import load_profile, save_profile
+from prfaas.core.latency.files import load_profile, save_profile
 from prfaas.core.latency.profile import Evidence
-from prfaas.core.workload import read_requests
+from prfaas.core.workload.requests import read_requests
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAPER = EXAMPLES / "paper.yaml"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from prfaas.cli import main as cli
-from prfaas.core.scheduling import POLICIES, known_policies, make_policy, parameters_of, policy_class
+from prfaas.core.scheduling.parameters import parameters_of
+from prfaas.core.scheduling.policy import POLICIES, known_policies, make_policy, policy_class
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prfaas.cli import main as cli
-from prfaas.core.latency import load_profile
+from prfaas.core.latency.files import load_profile
 
 FAST = ("--repeats", "1", "--warmups", "0", "--context", "32")
 

@@ -8,7 +8,8 @@ import pytest
 from prfaas.cli.simulate_inputs import SimulatedTraffic, traffic_asked
 from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.planner import problem_of
-from prfaas.core.workload import TracedRequest, WorkloadError, read_requests, write_requests
+from prfaas.core.workload.lengths import WorkloadError
+from prfaas.core.workload.requests import TracedRequest, read_requests, write_requests
 from prfaas.core.workload.traffic import RequestChunk
 from prfaas.lab.simulator.recording import Recording
 

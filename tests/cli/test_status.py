@@ -22,8 +22,9 @@ from prfaas.cli import main as cli
 from prfaas.cli.status_tables import _condition, _copies, tables
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.explanation import sentences
-from prfaas.core.kv import FullAttention, KvModel
-from prfaas.core.scheduling import CacheTransfer, Decision, HitTokens, PoolHit, PrefixHit, Route
+from prfaas.core.kv.layers import FullAttention
+from prfaas.core.kv.model import KvModel
+from prfaas.core.scheduling.decision import CacheTransfer, Decision, HitTokens, PoolHit, PrefixHit, Route
 from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of

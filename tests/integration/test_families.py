@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.core.kv.told import read_told_layers
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
 from prfaas.serving.engines.tiny.configs import BEGIN_ID, END_ID, PAD_ID, VOCAB_SIZE

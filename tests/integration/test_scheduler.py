@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from prfaas.core.kv import KvModel, model_from_directory
+from prfaas.core.kv.hf_config import model_from_directory
+from prfaas.core.kv.model import KvModel
 from prfaas.serving.engines.preparation import port_problem
 
 from .stack import BLOCK_TOKENS, MODEL, PATIENCE_S, Stack, call, prompt, running, wait_until, write_deployment

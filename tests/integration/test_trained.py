@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prfaas.core.kv import model_from_directory
+from prfaas.core.kv.hf_config import model_from_directory
 
 from .stack import LOGITS, MODEL, PATIENCE_S, DemoAnswer, call, completion_body, wait_until
 from .test_pool import cached_tokens

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.ports import neighbours
 
-from prfaas.core.kv import CacheDtypes, KvCacheDtype
+from prfaas.core.kv.dtypes import CacheDtypes, KvCacheDtype
 from prfaas.core.kv.hf_config import model_from_directory
 from prfaas.serving.engines.command import CPU_RETENTION_TOKENS
 from prfaas.serving.engines.preparation import _has_avx_512, ensure_model

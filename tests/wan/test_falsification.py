@@ -31,11 +31,11 @@ from falsification_phases import (
 from falsification_report import compared, plots_of, table_of, verdict_of
 from fidelity_stack import EAST
 from fidelity_stack import HOME as HOME_PROFILE
-from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile, profile_text
+from prfaas.core.latency.files import profile_text
+from prfaas.core.latency.profile import Curve, DecodeCurve, LatencyProfile
 from prfaas.core.planner import problem_of
-from prfaas.core.scheduling import POLICIES
-from prfaas.core.workload import RequestTrace, TracedRequest
-from prfaas.core.workload.requests import read_requests
+from prfaas.core.scheduling.policy import POLICIES
+from prfaas.core.workload.requests import RequestTrace, TracedRequest, read_requests
 
 NEED = 10e6
 

@@ -13,21 +13,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from prfaas.serving.transport import (
-    BytesSource,
-    Observer,
-    OutgoingTransfer,
-    Peer,
-    Receiver,
-    Sender,
-    SenderOptions,
-    SendPhase,
-    StagingArena,
-    Ticket,
-    TransferPhase,
-    prompt_digest,
-)
+from prfaas.serving.transport.chunk_source import BytesSource
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.options import Peer, SenderOptions
+from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
 from prfaas.serving.transport.peer_list import PeerList
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.ticket import Ticket, prompt_digest
+from prfaas.serving.transport.wire import TransferPhase
 from wan.laboratory import Laboratory, LineSettings
 
 pytestmark = [pytest.mark.wan, pytest.mark.timeout(180)]

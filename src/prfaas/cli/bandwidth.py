@@ -11,8 +11,8 @@ from prfaas.cli.option_groups import with_groups
 from prfaas.cli.trace_options import TraceAsked, beyond
 
 if TYPE_CHECKING:
-    from prfaas.core.latency import LatencyProfile
-    from prfaas.core.workload import LengthDistribution
+    from prfaas.core.latency.profile import LatencyProfile
+    from prfaas.core.workload.lengths import LengthDistribution
 
 
 @with_groups
@@ -49,7 +49,7 @@ def bandwidth(
     Examples: prfaas bandwidth ring-2.5-1t --gpus 512 --length 32768 --kv-dtype fp8;
     prfaas bandwidth internal-1t --gpus 32 --lognormal 9.9,1,19400,131072
     """
-    from prfaas.core.latency import load_profile, profile_names
+    from prfaas.core.latency.files import load_profile, profile_names
     from prfaas.core.planner import egress
     from prfaas.core.units import format_bits_per_s
 
@@ -106,7 +106,8 @@ def _estimated(model: str) -> "LatencyProfile":
 
 
 def _lengths(length: float | None, lognormal: str | None, asked: TraceAsked) -> "LengthDistribution":
-    from prfaas.core.workload import TruncatedLogNormal, fixed
+    from prfaas.core.workload.empirical import fixed
+    from prfaas.core.workload.lengths import TruncatedLogNormal
 
     given = [option is not None for option in (length, lognormal, asked.trace)]
     if sum(given) > 1:

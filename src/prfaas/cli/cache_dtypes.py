@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 from prfaas.cli.common import CliError
 
 if TYPE_CHECKING:
-    from prfaas.core.kv import CacheDtypes, KvModel, PublishedModel, StateDtype
+    from prfaas.core.kv.dtypes import CacheDtypes, StateDtype
+    from prfaas.core.kv.model import KvModel
+    from prfaas.core.kv.published import PublishedModel
 
 KV_DTYPE_HELP = "Of K and V: bf16, fp16, fp32, fp8, fp8_e4m3, fp8_e5m2 or fp8_ds_mla; default: vLLM's auto."
 
@@ -19,7 +21,7 @@ def cache_dtypes(kv_dtype: str | None, state_dtype: str | None = None) -> "Cache
     """
     from dataclasses import replace
 
-    from prfaas.core.kv import CacheDtypes
+    from prfaas.core.kv.dtypes import CacheDtypes
 
     kept = {
         "auto": CacheDtypes(),
@@ -48,7 +50,8 @@ def named_model(name: str, dtypes: "CacheDtypes") -> "tuple[KvModel, PublishedMo
     Raises:
         ConfigError: there is no such model, or it can't be read.
     """
-    from prfaas.core.kv import model_from_directory, model_from_file, published_model
+    from prfaas.core.kv.hf_config import model_from_directory, model_from_file
+    from prfaas.core.kv.published import published_model
 
     path = Path(name)
     if path.is_dir():

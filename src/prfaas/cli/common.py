@@ -55,10 +55,10 @@ def sentence(error: Exception, command: str = "") -> str | None:
     """
     # Late, so that `prfaas --help` doesn't pay for what it doesn't need.
     from prfaas.core.deployment import DeploymentError
-    from prfaas.core.kv import ConfigError
-    from prfaas.core.latency import ProfileError
+    from prfaas.core.kv.config_fields import ConfigError
+    from prfaas.core.latency.profile import ProfileError
     from prfaas.core.planner import PlanError
-    from prfaas.core.workload import WorkloadError
+    from prfaas.core.workload.lengths import WorkloadError
     from prfaas.serving.engines import EngineError
     from prfaas.serving.secret_files import (
         AdminTokenError,

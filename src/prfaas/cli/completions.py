@@ -14,14 +14,14 @@ _MOST_FILES = 20
 
 def policy_names() -> list[str]:
     """Of routing policies, other packages' too."""
-    from prfaas.core.scheduling import known_policies
+    from prfaas.core.scheduling.policy import known_policies
 
     return list(known_policies())
 
 
 def model_names() -> list[str]:
     """Of published models."""
-    from prfaas.core.kv import published_models
+    from prfaas.core.kv.published import published_models
 
     return [each.kv_model.name for each in published_models()]
 

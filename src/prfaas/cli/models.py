@@ -12,7 +12,9 @@ from prfaas.cli.completions import made_model_names, model_names
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from prfaas.core.kv import CacheDtypes, KvModel, PublishedModel
+    from prfaas.core.kv.dtypes import CacheDtypes
+    from prfaas.core.kv.model import KvModel
+    from prfaas.core.kv.published import PublishedModel
 
 
 model = typer.Typer(
@@ -170,7 +172,8 @@ def models(
 
 def _kept_in(dtypes: "CacheDtypes") -> "Iterator[tuple[KvModel, PublishedModel]]":
     """All published models but those that have no such caches, of which it tells."""
-    from prfaas.core.kv import CacheDtypeError, published_models
+    from prfaas.core.kv.config_fields import CacheDtypeError
+    from prfaas.core.kv.published import published_models
 
     for each in published_models():
         try:
@@ -209,7 +212,13 @@ def _document(
 
 def kind(group: object) -> str:
     """The short name of a layer kind: "MLA", "full", "SWA-128", "chunk-8192", "KDA", "compressed", …"""
-    from prfaas.core.kv import ChunkedWindow, CompressedAttention, FullAttention, LinearState, SlidingWindow
+    from prfaas.core.kv.layers import (
+        ChunkedWindow,
+        CompressedAttention,
+        FullAttention,
+        LinearState,
+        SlidingWindow,
+    )
 
     if isinstance(group, LinearState):
         return group.kind or "linear"

@@ -8,7 +8,7 @@ from prfaas.cli.common import AsJson, CliError, console, print_json
 from prfaas.cli.completions import policy_names
 
 if TYPE_CHECKING:
-    from prfaas.core.scheduling import Parameter
+    from prfaas.core.scheduling.parameters import Parameter
 
 
 def policies(
@@ -28,7 +28,8 @@ def policies(
 
     Examples: prfaas policies; prfaas policies tilted; prfaas policies mypackage.mymodule:MyPolicy
     """
-    from prfaas.core.scheduling import PolicyError, known_policies
+    from prfaas.core.scheduling.parameters import PolicyError
+    from prfaas.core.scheduling.policy import known_policies
 
     known = known_policies()
     rows = []
@@ -50,7 +51,8 @@ def policies(
 def _row(name: str, source: str) -> dict[str, Any]:
     import inspect
 
-    from prfaas.core.scheduling import parameters_of, policy_class
+    from prfaas.core.scheduling.parameters import parameters_of
+    from prfaas.core.scheduling.policy import policy_class
 
     found = policy_class(name)
     text = (inspect.getdoc(found) or "").partition("\n\n")[0].replace("\n", " ")

@@ -8,7 +8,7 @@ from prfaas.cli.option_groups import options_of_panel
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
-    from prfaas.lab.simulator import PoolOptions
+    from prfaas.lab.simulator.machine_pool import PoolOptions
 
 _TIERS = ("memory", "ssd", "network")
 
@@ -53,7 +53,7 @@ def pools_asked(planned: "PlannedDeployment", asked: PoolsAsked) -> "dict[str, P
     Raises:
         CliError: a size or rate that is none, SSD without memory, or a model that keeps nothing per token.
     """
-    from prfaas.lab.simulator import PoolOptions
+    from prfaas.lab.simulator.machine_pool import PoolOptions
     from prfaas.lab.simulator.scenario import pools_of
 
     pools = pools_of(planned)

@@ -76,7 +76,7 @@ def profile(
     import asyncio
     import datetime
 
-    from prfaas.core.latency import profile_text, save_profile
+    from prfaas.core.latency.files import profile_text, save_profile
 
     if out is not None and not out.absolute().parent.is_dir():
         raise CliError(f"--out: there is no directory {out.absolute().parent}")

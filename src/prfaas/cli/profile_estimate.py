@@ -75,7 +75,7 @@ def print_estimate(
     plan: "EstimatePlan", out: Path | None, measured_name: str | None, *, as_json: bool
 ) -> None:
     """Estimate, then write and print what was asked for, beside a measured profile, by its name or file."""
-    from prfaas.core.latency import load_profile, profile_text, save_profile
+    from prfaas.core.latency.files import load_profile, profile_text, save_profile
     from prfaas.tools.profiling.estimate import beside, estimate
 
     measured = load_profile(measured_name) if measured_name is not None else None

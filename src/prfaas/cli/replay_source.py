@@ -14,8 +14,9 @@ from prfaas.cli.option_groups import options_of_panel
 from prfaas.cli.trace_options import TraceAsked
 
 if TYPE_CHECKING:
-    from prfaas.core.workload import LengthDistribution, RequestTrace, TracedRequest
     from prfaas.core.workload.arrivals import Arrivals
+    from prfaas.core.workload.lengths import LengthDistribution
+    from prfaas.core.workload.requests import RequestTrace, TracedRequest
     from prfaas.core.workload.traffic import Traffic
     from prfaas.tools.replay import ReplayedRequest
 
@@ -236,7 +237,8 @@ def _numbers(option: str, text: str, form: str, count: int) -> list[float]:
 
 
 def _lengths(option: str, text: str) -> "LengthDistribution":
-    from prfaas.core.workload import Uniform, fixed
+    from prfaas.core.workload.empirical import fixed
+    from prfaas.core.workload.lengths import Uniform
 
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text)
     if match is None:

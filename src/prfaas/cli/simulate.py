@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from prfaas.cli.simulate_inputs import SimulatedTraffic
     from prfaas.lab.report.records import RecordsFile
     from prfaas.lab.report.simulation import SimulationReport
-    from prfaas.lab.simulator import Result, Scenario
+    from prfaas.lab.simulator.result import Result
+    from prfaas.lab.simulator.scenario import Scenario
 
 _LOAD, _REQUESTS = 0.7, 20_000
 _arrival_option = options_of_panel("What arrives")
@@ -251,9 +252,9 @@ def _simulated(
     """Every scenario under the same requests, with a bar on stderr; how quick it was is said there too."""
     import numpy as np
 
-    from prfaas.core.scheduling import NoDecodeInstanceError
     from prfaas.core.scheduling.checked_policy import UnsoundDecisionError
-    from prfaas.lab.simulator import simulate as run
+    from prfaas.core.scheduling.view import NoDecodeInstanceError
+    from prfaas.lab.simulator.simulation import simulate as run
 
     expected = requests if requests is not None else round((duration_s or 0.0) * traffic.traffic.mean_per_s)
     results = {}

@@ -15,14 +15,15 @@ from prfaas.cli.trace_options import beyond
 if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
     from prfaas.core.planner import PlanProblem
-    from prfaas.core.scheduling import Setting
+    from prfaas.core.scheduling.parameters import Setting
     from prfaas.core.workload.arrivals import Diurnal, Mmpp, Poisson
     from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
     from prfaas.lab.report.records import RecordsFile
-    from prfaas.lab.simulator import CacheOptions, PoolOptions, Scenario
     from prfaas.lab.simulator.capacity import CapacityProcess
+    from prfaas.lab.simulator.machine_pool import PoolOptions
+    from prfaas.lab.simulator.prefix_caches import CacheOptions
     from prfaas.lab.simulator.recording import Recording
-    from prfaas.lab.simulator.scenario import Failure
+    from prfaas.lab.simulator.scenario import Failure, Scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,9 @@ def _made_up(
     problem: "PlanProblem", rate_rps: float, *, bursts: bool, diurnal: str | None
 ) -> SimulatedTraffic:
     """Prompts from the deployment file's lengths, all answers of its mean length."""
-    from prfaas.core.workload import WorkloadError, fixed
     from prfaas.core.workload.arrivals import arrivals_at
+    from prfaas.core.workload.empirical import fixed
+    from prfaas.core.workload.lengths import WorkloadError
     from prfaas.core.workload.traffic import IndependentTraffic
 
     workload = problem.workload
@@ -241,7 +243,8 @@ def policies_of(
         CliError: both options, a name twice, a policy that there is not, or a parameter that none of them has.
         DeploymentError: the policy that the file names is not there.
     """
-    from prfaas.core.scheduling import PolicyError, parameters_of, policy_class
+    from prfaas.core.scheduling.parameters import PolicyError, parameters_of
+    from prfaas.core.scheduling.policy import policy_class
 
     if policy is not None and compare is not None:
         raise CliError("give --policy or --compare, not both")
@@ -291,7 +294,8 @@ def scenario_for(
         CliError: a deployment that can be planned but not run by this policy, or a parameter out of its bounds.
         DeploymentError: the same, where the file has the parameter.
     """
-    from prfaas.core.scheduling import PolicyError, make_policy
+    from prfaas.core.scheduling.parameters import PolicyError
+    from prfaas.core.scheduling.policy import make_policy
     from prfaas.lab.simulator.scenario import as_deployed
 
     try:
@@ -319,7 +323,7 @@ def caches_asked(
         CliError: no size, memory that no cache has, or the model keeps nothing per token that could be cached.
     """
     from prfaas.core.units import parse_bytes
-    from prfaas.lab.simulator import CacheOptions
+    from prfaas.lab.simulator.prefix_caches import CacheOptions
     from prfaas.lab.simulator.recording import CACHE_BYTES
 
     if not has_caches:

@@ -66,7 +66,7 @@ def study(
     Example: prfaas study bandwidth --out out
     """
     from prfaas.core.deployment import load_planned
-    from prfaas.core.workload import read_requests
+    from prfaas.core.workload.requests import read_requests
     from prfaas.lab.studies import context_of, page_of
 
     known = _known(folder)

@@ -8,7 +8,8 @@ from prfaas.cli.common import CliError
 from prfaas.cli.option_groups import options_of_panel
 
 if TYPE_CHECKING:
-    from prfaas.core.workload import LengthDistribution, RequestTrace
+    from prfaas.core.workload.lengths import LengthDistribution
+    from prfaas.core.workload.requests import RequestTrace
 
 _option = options_of_panel("Recorded traffic")
 
@@ -48,7 +49,8 @@ class TraceAsked:
             CliError: a format or columns, but no trace.
             WorkloadError: it can't be read, there is no such format, or columns have another form.
         """
-        from prfaas.core.workload import TraceColumns, read_requests
+        from prfaas.core.workload.requests import read_requests
+        from prfaas.core.workload.trace_columns import TraceColumns
 
         if self.trace is None:
             if self.format or self.columns:

@@ -98,7 +98,7 @@ def up(
             with shown_progress(engines) as lines:
                 engines.wait_ready(timeout_s, on_progress=lines.show)
             for node in share.pools:
-                if not pools.answers_health(node):
+                if not pools.answers(node.name):
                     _tell(
                         f"pool {node.name} does not answer; engines go on without it: {pools.log_path(node.name)}"
                     )
@@ -106,7 +106,7 @@ def up(
             here = partial(runs_here, site)
             units = units_of(share.instances)
             engine_supervisor = Supervisor(RunningUnits(engines, here), units, limits, _tell)
-            pool_supervisor = Supervisor(pools, share.pools, limits, _tell, kind="pool")
+            pool_supervisor = Supervisor(pools, share.pool_names, limits, _tell, kind="pool")
             following = FollowingEngines(engines, engine_supervisor, _tell, here)
             if share.has_gateway:
                 run_gateway(

@@ -14,7 +14,8 @@ from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.peers import sources_of
 from prfaas.core.deployment.speculation import kept_model
-from prfaas.core.kv import CacheDtypeError, ConfigError, DrafterError, UnknownModelError
+from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError, UnknownModelError
+from prfaas.core.kv.drafters import DrafterError
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.units import format_bytes
 from prfaas.serving.certificates import https_options

@@ -17,9 +17,9 @@ from prfaas.core.deployment import (
     load_planned,
 )
 from prfaas.core.deployment.peers import peers_of, sources_of
-from prfaas.core.kv import CacheDtypes, are_convertible
+from prfaas.core.kv.dtypes import CacheDtypes, are_convertible
 from prfaas.core.planner import make_plan, problem_of
-from prfaas.lab.simulator import scenario_of
+from prfaas.lab.simulator.scenario import scenario_of
 from prfaas.lab.simulator.world import World
 from prfaas.serving.control.planning_inputs import kv_facts, kv_model_of, prefill_curves, view_of
 

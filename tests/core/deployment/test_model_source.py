@@ -28,7 +28,7 @@ from prfaas.core.deployment.model import (
     made_model_names,
     trained_folder,
 )
-from prfaas.core.kv import model_from_file
+from prfaas.core.kv.hf_config import model_from_file
 from prfaas.serving.engines.tiny import tiny_config
 
 

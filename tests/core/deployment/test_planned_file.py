@@ -16,10 +16,10 @@ from prfaas.core.deployment.planned import (
     TraceLengths,
     UniformLengths,
 )
-from prfaas.core.kv import published_model
-from prfaas.core.latency import load_profile, save_profile
+from prfaas.core.kv.published import published_model
+from prfaas.core.latency.files import load_profile, save_profile
 from prfaas.core.planner import problem_of
-from prfaas.lab.simulator import scenario_of
+from prfaas.lab.simulator.scenario import scenario_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -10,9 +10,9 @@ from tests.core.deployment.test_cluster_dtypes import WHOLE, written
 
 from prfaas.core.deployment import DeploymentError, load_deployment, load_planned
 from prfaas.core.deployment.speculation import speculation_of
-from prfaas.core.kv import DrafterError, Speculation
+from prfaas.core.kv.drafters import DrafterError, Speculation
 from prfaas.core.planner import problem_of
-from prfaas.lab.simulator import scenario_of
+from prfaas.lab.simulator.scenario import scenario_of
 from prfaas.lab.simulator.world import World
 from prfaas.serving.control.planning_inputs import kv_model_of, prefill_curves, view_of
 from prfaas.serving.engines.synthetic.node import _sent_model

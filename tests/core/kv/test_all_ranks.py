@@ -2,7 +2,8 @@
 
 import pytest
 
-from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import KvModel
 
 # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, config.json: 12 full-attention layers of 2 KV heads of 256,
 # 36 gated delta nets of 16 key and 32 value heads of 128, convolutions of 4.

@@ -11,15 +11,10 @@ from typing import Any
 import pytest
 
 from prfaas.core.deployment.speculation import speculation_of
-from prfaas.core.kv import (
-    CacheDtypes,
-    FullAttention,
-    LinearState,
-    SlidingWindow,
-    model_from_directory,
-    read_config,
-    with_drafter,
-)
+from prfaas.core.kv.drafters import with_drafter
+from prfaas.core.kv.dtypes import CacheDtypes
+from prfaas.core.kv.hf_config import model_from_directory, read_config
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
 from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, tiny_model
 
 SCRIPT = Path(__file__).with_name("vllm_allocation.py")

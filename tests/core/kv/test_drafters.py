@@ -6,17 +6,11 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.kv import (
-    CacheDtypes,
-    DrafterError,
-    FullAttention,
-    KvModel,
-    SlidingWindow,
-    Speculation,
-    model_from_config,
-    model_on_wire,
-    with_drafter,
-)
+from prfaas.core.kv.drafters import DrafterError, Speculation, with_drafter
+from prfaas.core.kv.dtypes import CacheDtypes
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.layers import FullAttention, SlidingWindow
+from prfaas.core.kv.model import KvModel, model_on_wire
 
 MTP = Speculation("mtp")
 DENSE = {

@@ -11,18 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.kv import (
-    CacheDtypes,
-    ConfigError,
-    KvCacheDtype,
-    LinearState,
-    ModelDtype,
-    PublishedModel,
-    StateDtype,
-    model_from_config,
-    model_from_directory,
-    published_models,
-)
+from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.dtypes import CacheDtypes, KvCacheDtype, ModelDtype, StateDtype
+from prfaas.core.kv.hf_config import model_from_config, model_from_directory
+from prfaas.core.kv.layers import LinearState
+from prfaas.core.kv.published import PublishedModel, published_models
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",

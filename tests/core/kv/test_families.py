@@ -4,14 +4,10 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.kv import (
-    CacheDtypes,
-    ConfigError,
-    FullAttention,
-    LinearState,
-    SlidingWindow,
-    model_from_config,
-)
+from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.dtypes import CacheDtypes
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
 
 HEADS: dict[str, Any] = {
     "num_attention_heads": 8,

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.kv import (
-    CacheDtypes,
-    ConfigError,
-    FullAttention,
-    LinearState,
-    SlidingWindow,
-    model_from_config,
-    model_from_directory,
-)
+from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.dtypes import CacheDtypes
+from prfaas.core.kv.hf_config import model_from_config, model_from_directory
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
 
 MIB = 1024 * 1024
 

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.kv import ChunkedWindow, FullAttention, Group, KvModel, LinearState, SlidingWindow
+from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import Group, KvModel
 
 LENGTHS = st.integers(0, 5000)
 BLOCKS = st.sampled_from([1, 16, 128, 256])

@@ -4,17 +4,11 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.kv import (
-    CacheDtypes,
-    ChunkedWindow,
-    ConfigError,
-    FullAttention,
-    Group,
-    KvCacheDtype,
-    LinearState,
-    SlidingWindow,
-    model_from_config,
-)
+from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.dtypes import CacheDtypes, KvCacheDtype
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import Group
 
 from .model_cards import (
     APERTUS_8B,

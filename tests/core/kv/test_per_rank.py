@@ -7,14 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.kv import (
-    FullAttention,
-    KvModel,
-    LinearState,
-    SlidingWindow,
-    published_model,
-    published_models,
-)
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import KvModel
+from prfaas.core.kv.published import published_model, published_models
 
 RANKS = (1, 2, 4, 8, 16)
 

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.kv import CacheDtypes, ConfigError, KvModel, UnknownModelError, model_from_config
+from prfaas.core.kv.config_fields import ConfigError, UnknownModelError
+from prfaas.core.kv.dtypes import CacheDtypes
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.model import KvModel
 
 CONFIGS: Mapping[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "data" / "public_configs.json").read_text()

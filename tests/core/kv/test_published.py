@@ -2,7 +2,8 @@
 
 import pytest
 
-from prfaas.core.kv import ConfigError, published_model, published_models
+from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.published import published_model, published_models
 
 MIB = 1024 * 1024
 

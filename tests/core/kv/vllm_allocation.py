@@ -16,7 +16,7 @@ from vllm import LLM
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-from prfaas.core.kv import model_from_directory
+from prfaas.core.kv.hf_config import model_from_directory
 from prfaas.serving.engines.vllm.template import import_model
 
 KV_CACHE_BYTES = 64 << 20

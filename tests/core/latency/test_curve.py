@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.latency import Curve, ProfileError, ProfileRangeError
+from prfaas.core.latency.profile import Curve, ProfileError, ProfileRangeError
 
 INTERPOLATIONS = ("linear", "cubic", "monotone")
 

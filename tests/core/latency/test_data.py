@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from prfaas.core.kv import published_model
-from prfaas.core.latency import load_profile, profile_names
+from prfaas.core.kv.published import published_model
+from prfaas.core.latency.files import load_profile, profile_names
 
 LENGTHS = (1024, 8192, 32768, 131072)
 # Table 3, Gbit/s.

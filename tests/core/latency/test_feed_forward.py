@@ -12,7 +12,7 @@ from tests.core.kv.model_cards import (
     STEP_3,
 )
 
-from prfaas.core.kv import ConfigError
+from prfaas.core.kv.config_fields import ConfigError
 from prfaas.core.latency.work import ModelWork, model_work
 
 FULL, CONV = "full_attention", "conv"

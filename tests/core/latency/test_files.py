@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.core.latency import ProfileError, load_profile, profile_names, profile_text, save_profile
-from prfaas.core.latency.files import parse_profile
+from prfaas.core.latency.files import load_profile, parse_profile, profile_names, profile_text, save_profile
+from prfaas.core.latency.profile import ProfileError
 
 GOOD = """\
 name: mine

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile, ProfileError, ProfileRangeError
+from prfaas.core.latency.profile import Curve, DecodeCurve, LatencyProfile, ProfileError, ProfileRangeError
 
 
 def profile(*steps: tuple[float, float]) -> LatencyProfile:

@@ -12,7 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.latency import ProfileError, load_profile
+from prfaas.core.latency.files import load_profile
+from prfaas.core.latency.profile import ProfileError
 from prfaas.core.latency.roofline import DECODE_BAND, PREFILL_BAND, Roofline, gpu
 from prfaas.core.latency.work import WEIGHT_FORMATS, model_work
 

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.kv.model_cards import GEMMA_3_27B, LLAMA_4_SCOUT
 
-from prfaas.core.kv import CacheDtypes, ConfigError, KvCacheDtype, published_model
+from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.dtypes import CacheDtypes, KvCacheDtype
+from prfaas.core.kv.published import published_model
 from prfaas.core.latency.feed_forward import Experts
 from prfaas.core.latency.work import WEIGHT_FORMATS, SoftmaxLayers, model_work, weight_format
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from prfaas.core.planner import PdCluster, PlanLink, PlanProblem, PrfaasCluster
 from prfaas.core.planner.fixed_roles import PrefillSide
 from prfaas.core.planner.two_clusters import evaluate
-from prfaas.core.workload import Empirical, LengthDistribution, TruncatedLogNormal, Uniform, Workload
+from prfaas.core.workload.empirical import Empirical
+from prfaas.core.workload.lengths import LengthDistribution, TruncatedLogNormal, Uniform, Workload
 
 from .oracle import TwoClusters
 

@@ -13,7 +13,8 @@ from prfaas.core.planner.fixed_roles import prefill_sides
 from prfaas.core.planner.plan import best_operation
 from prfaas.core.planner.two_clusters import best_point, best_threshold, evaluate
 from prfaas.core.scheduling.length_window import LengthWindow
-from prfaas.core.workload import Empirical, Uniform, divisible, edge_factor, fixed
+from prfaas.core.workload.empirical import Empirical, divisible, edge_factor, fixed
+from prfaas.core.workload.lengths import Uniform
 
 from .problems import best_of_side, paper_problem, rate_of
 

@@ -13,7 +13,8 @@ from tests.core.workload.laws import mean_above, tail
 from prfaas.core.planner import PlanLink, PlanProblem, best_operation, fixed_roles
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides, rate_with_roles
 from prfaas.core.planner.two_clusters import best_point, best_threshold, evaluate
-from prfaas.core.workload import Empirical, LengthDistribution, TruncatedLogNormal, fixed
+from prfaas.core.workload.empirical import Empirical, fixed
+from prfaas.core.workload.lengths import LengthDistribution, TruncatedLogNormal
 
 from .oracle import ManyClusters
 from .problems import PAPER_LENGTHS, best_of_side, continuous, paper_problem, rate_of, two_clusters

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from prfaas.core.planner import PdCluster, PlanLink, PlanProblem, PrfaasCluster, make_plan
 from prfaas.core.planner.network import best_network, naive_network
 from prfaas.core.planner.two_clusters import best_point, evaluate
-from prfaas.core.workload import Empirical, TruncatedLogNormal, Workload
+from prfaas.core.workload.empirical import Empirical
+from prfaas.core.workload.lengths import TruncatedLogNormal, Workload
 
 from .oracle import ManyClusters, TwoClusters
 from .problems import (

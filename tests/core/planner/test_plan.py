@@ -6,10 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import KvModel
 from prfaas.core.planner import KvSize, PdCluster, PlanError, PlanLink, egress, make_plan
 from prfaas.core.planner.equations import kv_throughput_bits_per_s
-from prfaas.core.workload import TruncatedLogNormal, Uniform, fixed
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.lengths import TruncatedLogNormal, Uniform
 
 from .problems import h20_s, h200_s, kv_bytes_1t, paper_problem
 

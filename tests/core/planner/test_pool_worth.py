@@ -8,7 +8,8 @@ import pytest
 from prfaas.core.deployment import load_planned
 from prfaas.core.planner import PlanProblem, problem_of, range_tokens
 from prfaas.core.planner.pool_worth import tier_worths
-from prfaas.core.workload import Workload, fixed
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.lengths import Workload
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 RANGE = range_tokens(load_planned(EXAMPLES / "paper.yaml"))

@@ -8,7 +8,8 @@ import yaml
 
 from prfaas.core.deployment import DeploymentError, load_planned
 from prfaas.core.planner import PlanProblem, problem_of
-from prfaas.core.workload import Empirical, TruncatedLogNormal
+from prfaas.core.workload.empirical import Empirical
+from prfaas.core.workload.lengths import TruncatedLogNormal
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -16,7 +16,8 @@ from prfaas.core.planner.two_clusters import (
     best_threshold,
     evaluate,
 )
-from prfaas.core.workload import Empirical, Uniform, Workload
+from prfaas.core.workload.empirical import Empirical
+from prfaas.core.workload.lengths import Uniform, Workload
 
 from .oracle import TwoClusters
 from .problems import continuous, h20_s, h200_s, kv_bytes_1t, paper_problem, requests_of, two_clusters

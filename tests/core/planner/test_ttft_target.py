@@ -21,7 +21,8 @@ from prfaas.core.planner.ttft import (
 )
 from prfaas.core.planner.ttft_target import best_within_target, operation_at
 from prfaas.core.planner.two_clusters import best_point, evaluate
-from prfaas.core.workload import Empirical, TruncatedLogNormal
+from prfaas.core.workload.empirical import Empirical
+from prfaas.core.workload.lengths import TruncatedLogNormal
 
 from .problems import Quadratic, bandwidths, kv_bytes_1t, paper_problem
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PageGroup, PageIdentity, PoolGeometry
 from prfaas.core.pool.keys import KeyChain, page_id
-from prfaas.core.prefix import PrefixHit
+from prfaas.core.prefix.index import PrefixHit
 
 BLOCK = 16
 WINDOW = 40

@@ -11,8 +11,8 @@ from tests.core.prefix.digested import HearingIndex
 
 from prfaas.core.pool.announced import AnnouncedPages, Medium, block_hash
 from prfaas.core.pool.geometry import PageIdentity
-from prfaas.core.prefix import NOTHING, RemovedBlocks, StoredBlocks
-from prfaas.core.prefix.events import Event, EventBatch, decode_batch
+from prfaas.core.prefix.events import Event, EventBatch, RemovedBlocks, StoredBlocks, decode_batch
+from prfaas.core.prefix.index import NOTHING
 
 
 def told(events: list[Event]) -> list[Event]:

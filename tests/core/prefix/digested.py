@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from prfaas.core.prefix import Event, GlobalIndex
 from prfaas.core.prefix.digests import EventDigests, HeldEvent, decode_events, encode_events
+from prfaas.core.prefix.events import Event
+from prfaas.core.prefix.index import GlobalIndex
 
 
 class Digested:

@@ -6,14 +6,8 @@ import msgspec
 import pytest
 from tests.core.prefix.digested import HearingIndex
 
-from prfaas.core.prefix import (
-    Cleared,
-    MalformedEventsError,
-    PrefixHit,
-    RemovedBlocks,
-    StoredBlocks,
-    decode_batch,
-)
+from prfaas.core.prefix.events import Cleared, MalformedEventsError, RemovedBlocks, StoredBlocks, decode_batch
+from prfaas.core.prefix.index import PrefixHit
 
 STORED: dict[str, Any] = {
     "type": "BlockStored",

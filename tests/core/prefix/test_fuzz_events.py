@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mutations import mutated
 
-from prfaas.core.prefix import GlobalIndex, MalformedEventsError, decode_batch
 from prfaas.core.prefix.digests import EventDigests, decode_events, encode_events
+from prfaas.core.prefix.events import MalformedEventsError, decode_batch
+from prfaas.core.prefix.index import GlobalIndex
 
 from .test_events import STORED, encode
 

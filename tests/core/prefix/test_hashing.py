@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.prefix import BlockHasher, chain_root
+from prfaas.core.prefix.hashing import BlockHasher, chain_root
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.core.prefix.digested import HearingIndex
 from tests.core.prefix.engine_model import Batch, EngineModel, Holdings, Prefix, Shape
 
-from prfaas.core.prefix import PrefixHit, decode_batch
+from prfaas.core.prefix.events import decode_batch
+from prfaas.core.prefix.index import PrefixHit
 
 SHAPES = {
     "dense": Shape(),

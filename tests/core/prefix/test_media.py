@@ -5,9 +5,8 @@ from typing import Any
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.prefix import MediaItem, StoredBlocks
-from prfaas.core.prefix.events import keyed_blocks
-from prfaas.core.prefix.hashing import Hashers
+from prfaas.core.prefix.events import StoredBlocks, keyed_blocks
+from prfaas.core.prefix.hashing import Hashers, MediaItem
 from prfaas.serving.transport.ticket import prompt_digest
 
 from .digested import HearingIndex

@@ -3,12 +3,12 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.core.latency import load_profile
+from prfaas.core.latency.files import load_profile
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
-from prfaas.core.workload import LengthDistribution, TruncatedLogNormal
+from prfaas.core.workload.lengths import LengthDistribution, TruncatedLogNormal
 
 H200, H20 = load_profile("internal-1t-h200"), load_profile("internal-1t-h20")
 LENGTHS = TruncatedLogNormal(9.90, 1.00, 128, 131072)

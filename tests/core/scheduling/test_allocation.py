@@ -18,7 +18,7 @@ from prfaas.core.scheduling.allocation import (
     StageLoad,
 )
 from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
-from prfaas.core.workload import LengthDistribution
+from prfaas.core.workload.lengths import LengthDistribution
 
 from . import case_study
 from .case_study import H20, H200, kv_bytes, observed

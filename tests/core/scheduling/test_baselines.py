@@ -5,8 +5,9 @@ import math
 import pytest
 from hypothesis import given
 
-from prfaas.core.scheduling import POLICIES, PrefixHit, Route, RoutingRequest, policy_named
 from prfaas.core.scheduling.candidates import LONGEST_TINY_TOKENS
+from prfaas.core.scheduling.decision import PrefixHit, Route, RoutingRequest
+from prfaas.core.scheduling.policy import POLICIES, policy_named
 
 from .views import NOW_S, board, cases, decoder, every_policy, link, prefiller, small
 

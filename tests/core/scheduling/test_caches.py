@@ -2,7 +2,9 @@
 
 import pytest
 
-from prfaas.core.scheduling import Policy, PrefixHit, Route, RoutingRequest, View, policy_named
+from prfaas.core.scheduling.decision import PrefixHit, Route, RoutingRequest
+from prfaas.core.scheduling.policy import Policy, policy_named
+from prfaas.core.scheduling.view import View
 
 from .views import NOW_S, every_policy, kv_bytes, link, small
 

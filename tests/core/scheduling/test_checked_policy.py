@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from msgspec import structs
 
-from prfaas.core.scheduling import CheckedPolicy, Decision, Route, RoutingRequest, View, make_policy
-from prfaas.core.scheduling.checked_policy import UnsoundDecisionError, fault_of, instances_of
+from prfaas.core.scheduling.checked_policy import CheckedPolicy, UnsoundDecisionError, fault_of, instances_of
+from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
+from prfaas.core.scheduling.policy import make_policy
+from prfaas.core.scheduling.view import View
 
 from .test_routing_properties import Case, decided
 from .views import cases, every_policy, small

@@ -9,9 +9,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prfaas.core.scheduling import NoDecodeInstanceError, Policy, PrefixHit, RoutingRequest, View
 from prfaas.core.scheduling.candidates import LONGEST_TINY_TOKENS
+from prfaas.core.scheduling.decision import PrefixHit, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices, learnt_slot_s, slot_free_s
+from prfaas.core.scheduling.policy import Policy
+from prfaas.core.scheduling.view import NoDecodeInstanceError, View
 
 from .views import board, cases, decoder, every_policy, prefiller
 

@@ -7,17 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.scheduling import (
-    LinkView,
-    NoDecodeInstanceError,
-    Policy,
-    PrefixHit,
-    Route,
-    RoutingRequest,
-    View,
-    policy_named,
-)
+from prfaas.core.scheduling.decision import PrefixHit, Route, RoutingRequest
 from prfaas.core.scheduling.egress import is_worth_its_bytes
+from prfaas.core.scheduling.policy import Policy, policy_named
+from prfaas.core.scheduling.view import LinkView, NoDecodeInstanceError, View
 
 from .views import H20, NOW_S, cases, every_policy, kv_bytes, link, paper_board, prefiller, small
 

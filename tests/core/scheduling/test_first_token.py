@@ -6,16 +6,11 @@ import pytest
 from hypothesis import assume, given
 from msgspec import structs
 
-from prfaas.core.scheduling import (
-    NoDecodeInstanceError,
-    PrefixHit,
-    RoutingRequest,
-    View,
-    make_policy,
-    options,
-    policy_named,
-)
+from prfaas.core.scheduling.decision import PrefixHit, RoutingRequest
 from prfaas.core.scheduling.hazard import expected_loss_s
+from prfaas.core.scheduling.options import options
+from prfaas.core.scheduling.policy import make_policy, policy_named
+from prfaas.core.scheduling.view import NoDecodeInstanceError, View
 
 from .test_routing_properties import check, decided
 from .views import (

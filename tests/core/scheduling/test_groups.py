@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.planner.fixed_roles import best_roles
-from prfaas.core.scheduling import Route, RoutingRequest, policy_named
 from prfaas.core.scheduling.allocation import Allocator, PdInstance, PdLoad, StageLoad
+from prfaas.core.scheduling.decision import Route, RoutingRequest
 from prfaas.core.scheduling.live_problem import group_ranks
+from prfaas.core.scheduling.policy import policy_named
 from prfaas.core.scheduling.view import InstanceView, View
 
 from .test_allocation import BUSY, IDLE, problem_of

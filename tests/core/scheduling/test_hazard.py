@@ -9,8 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prfaas.core.scheduling import RoutingRequest, View, make_policy
+from prfaas.core.scheduling.decision import RoutingRequest
 from prfaas.core.scheduling.hazard import at_risk_s, expected_loss_s, streamed_s
+from prfaas.core.scheduling.policy import make_policy
+from prfaas.core.scheduling.view import View
 
 from .views import NOW_S, board, decoder, linear_s, link, prefiller
 

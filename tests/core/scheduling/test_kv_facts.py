@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.scheduling.views import NOW_S, board, decoder, link, prefiller
 
-from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
-from prfaas.core.scheduling import KvFacts, RoutingRequest, make_policy
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import KvModel
+from prfaas.core.scheduling.decision import KvFacts, RoutingRequest
+from prfaas.core.scheduling.policy import make_policy
 
 FULL = FullAttention(layers=3, kv_heads=2, head_size_k=64, head_size_v=64)
 LINEAR = LinearState(layers=9, conv_bytes=1000, recurrent_bytes=64_000)

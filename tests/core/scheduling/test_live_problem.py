@@ -6,7 +6,7 @@ import pytest
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanError, best_operation
 from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
-from prfaas.core.workload import WorkloadError
+from prfaas.core.workload.lengths import WorkloadError
 
 from .case_study import H20, LENGTHS, kv_bytes, observed, problem_of
 

@@ -3,10 +3,11 @@
 import pytest
 from hypothesis import assume, given
 
-from prfaas.core.scheduling import NoDecodeInstanceError, RoutingRequest, View
 from prfaas.core.scheduling.candidates import prefill_candidates
+from prfaas.core.scheduling.decision import RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices
 from prfaas.core.scheduling.pd_candidate import let_prefill_move, lone_pd_candidate, pd_candidate_of
+from prfaas.core.scheduling.view import NoDecodeInstanceError, View
 
 from .views import cases
 

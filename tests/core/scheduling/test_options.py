@@ -7,15 +7,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from prfaas.core.scheduling import (
-    NoDecodeInstanceError,
-    PrefixHit,
-    Route,
-    RoutingRequest,
-    View,
-    make_policy,
-    options,
-)
+from prfaas.core.scheduling.decision import PrefixHit, Route, RoutingRequest
+from prfaas.core.scheduling.options import options
+from prfaas.core.scheduling.policy import make_policy
+from prfaas.core.scheduling.view import NoDecodeInstanceError, View
 
 from .test_routing_properties import check
 from .views import NOW_S, board, cases, decoder, kv_bytes, prefiller, small

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.planner.two_clusters import best_threshold
-from prfaas.core.scheduling import Route, RoutingRequest, View, policy_named
+from prfaas.core.scheduling.decision import Route, RoutingRequest
+from prfaas.core.scheduling.policy import policy_named
+from prfaas.core.scheduling.view import View
 
 from .case_study import draw, problem_of
 from .views import NOW_S, board, decoder, link, paper_board, prefiller, simulate, small

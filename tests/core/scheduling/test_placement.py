@@ -4,17 +4,9 @@ import math
 
 import pytest
 
-from prfaas.core.scheduling import (
-    Decision,
-    LinkView,
-    NoDecodeInstanceError,
-    Policy,
-    PrefixHit,
-    Route,
-    RoutingRequest,
-    policy_named,
-)
-from prfaas.core.scheduling.view import UNKNOWN_SLOT_S
+from prfaas.core.scheduling.decision import Decision, PrefixHit, Route, RoutingRequest
+from prfaas.core.scheduling.policy import Policy, policy_named
+from prfaas.core.scheduling.view import UNKNOWN_SLOT_S, LinkView, NoDecodeInstanceError
 
 from .views import NOW_S, board, decoder, every_policy, kv_bytes, link, prefiller, small
 

@@ -9,18 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.scheduling.views import small
-from prfaas.core.scheduling import (
-    POLICIES,
-    Bounds,
-    Decision,
-    PolicyError,
-    Route,
-    RoutingRequest,
-    View,
-    make_policy,
-    parameters_of,
-    policy_class,
-)
+from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
+from prfaas.core.scheduling.parameters import Bounds, PolicyError, parameters_of
+from prfaas.core.scheduling.policy import POLICIES, make_policy, policy_class
+from prfaas.core.scheduling.view import View
 
 HERE = "core.scheduling.test_policy"
 NEEDED: dict[str, dict[str, object]] = {"static_threshold": {"threshold_tokens": 1000}}

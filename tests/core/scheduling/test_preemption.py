@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.scheduling import POLICIES, RoutingRequest, make_policy, options
+from prfaas.core.scheduling.decision import RoutingRequest
 from prfaas.core.scheduling.hazard import expected_loss_s
+from prfaas.core.scheduling.options import options
+from prfaas.core.scheduling.policy import POLICIES, make_policy
 from prfaas.core.scheduling.preemption import ends_in_s, goes_on_at_decode, with_time_left
 
 from .views import NOW_S, board, decoder, kv_bytes, linear_s, link, prefiller

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.scheduling import PrefixHit, Route, RoutingRequest, policy_named
+from prfaas.core.scheduling.decision import PrefixHit, Route, RoutingRequest
+from prfaas.core.scheduling.policy import policy_named
 from prfaas.core.scheduling.prefill_order import PrefillWaits, place_in_line_s
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 

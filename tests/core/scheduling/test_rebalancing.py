@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.prefix import PoolHit, PrefixHit
+from prfaas.core.prefix.index import PoolHit, PrefixHit
 from prfaas.core.scheduling.rebalancing import Rebalancer, missed_prefix
 from prfaas.core.scheduling.view import LinkView, PoolView
 

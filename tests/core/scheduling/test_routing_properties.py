@@ -8,20 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prfaas.core.scheduling import (
-    ClusterView,
-    Decision,
-    InstanceView,
-    KvFacts,
-    NoDecodeInstanceError,
-    Policy,
-    PrefixHit,
-    Route,
-    RoutingRequest,
-    View,
-    policy_named,
-)
 from prfaas.core.scheduling.candidates import LONGEST_TINY_TOKENS
+from prfaas.core.scheduling.decision import Decision, KvFacts, PrefixHit, Route, RoutingRequest
+from prfaas.core.scheduling.policy import Policy, policy_named
+from prfaas.core.scheduling.view import ClusterView, InstanceView, NoDecodeInstanceError, View
 
 from .views import Curve, cases, curves, every_policy, relabelled, renamed
 

@@ -8,20 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prfaas.core.scheduling import (
-    NOTHING,
-    Decision,
-    InstanceView,
-    PoolHit,
-    PoolView,
-    PrefixHit,
-    Route,
-    RoutingRequest,
-    View,
-    policy_named,
-    with_pools,
-)
-from prfaas.core.scheduling.tiers import loading_s, pool_at, reading_s
+from prfaas.core.scheduling.decision import NOTHING, Decision, PoolHit, PrefixHit, Route, RoutingRequest
+from prfaas.core.scheduling.policy import policy_named
+from prfaas.core.scheduling.tiers import loading_s, pool_at, reading_s, with_pools
+from prfaas.core.scheduling.view import InstanceView, PoolView, View
 
 from .test_routing_properties import decided
 from .views import board, cases, decoder, every_policy, kv_bytes, linear_s, pooled_cases, prefiller

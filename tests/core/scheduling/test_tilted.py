@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.scheduling import Route, RoutingRequest, policy_named
+from prfaas.core.scheduling.decision import Route, RoutingRequest
+from prfaas.core.scheduling.policy import policy_named
 
 from .views import H20, H200, NOW_S, board, cases, decoder, kv_bytes, link, paper_board, prefiller, simulate
 

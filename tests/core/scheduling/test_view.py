@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from prfaas.core.scheduling import InstanceView
+from prfaas.core.scheduling.view import InstanceView
 
 
 def instance() -> InstanceView:

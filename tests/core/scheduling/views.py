@@ -8,25 +8,12 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prfaas.core.latency import load_profile
+from prfaas.core.latency.files import load_profile
 from prfaas.core.latency.service_curve import ServiceCurve
-from prfaas.core.scheduling import (
-    POLICIES,
-    ClusterView,
-    Decision,
-    InstanceView,
-    KvFacts,
-    LinkView,
-    Policy,
-    PoolHit,
-    PoolView,
-    PrefixHit,
-    Route,
-    RoutingRequest,
-    View,
-    policy_named,
-    with_pools,
-)
+from prfaas.core.scheduling.decision import Decision, KvFacts, PoolHit, PrefixHit, Route, RoutingRequest
+from prfaas.core.scheduling.policy import POLICIES, Policy, policy_named
+from prfaas.core.scheduling.tiers import with_pools
+from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, PoolView, View
 
 NOW_S = 1000.0
 H200, H20 = (ServiceCurve.of_profile(load_profile(f"internal-1t-{name}")) for name in ("h200", "h20"))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from prfaas.core.workload import LengthDistribution
+from prfaas.core.workload.lengths import LengthDistribution
 
 
 def tail(law: LengthDistribution, t: float) -> float:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from prfaas.core.workload import WorkloadError
 from prfaas.core.workload.arrivals import Arrivals, Diurnal, Mmpp, Phase, Poisson
+from prfaas.core.workload.lengths import WorkloadError
 
 MMPP = Mmpp((Phase(2, 60), Phase(20, 5), Phase(0, 10)))
 PROCESSES: list[Arrivals] = [Poisson(5), MMPP, Diurnal(5, 0.9, 600), Diurnal(5, 1.0, 600, phase=0.75)]

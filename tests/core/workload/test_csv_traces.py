@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.workload import TraceColumns, WorkloadError, read_requests
+from prfaas.core.workload.lengths import WorkloadError
+from prfaas.core.workload.requests import read_requests
+from prfaas.core.workload.trace_columns import TraceColumns
 
 # Made up in the form of release 1.1 of github.com/HPMLL/BurstGPT: the second and the last request failed.
 BURSTGPT_1 = """\

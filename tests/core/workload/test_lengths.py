@@ -6,14 +6,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.core.workload.laws import mean_above, mean_at_most, tail
 
-from prfaas.core.workload import (
-    Empirical,
+from prfaas.core.workload.empirical import Empirical, fixed
+from prfaas.core.workload.lengths import (
     LengthDistribution,
     TruncatedLogNormal,
     Uniform,
     Workload,
     WorkloadError,
-    fixed,
 )
 
 lengths_st = st.integers(1, 2000)

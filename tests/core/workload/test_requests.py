@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.workload import TracedRequest, WorkloadError, read_requests, write_requests
+from prfaas.core.workload.lengths import WorkloadError
+from prfaas.core.workload.requests import TracedRequest, read_requests, write_requests
 
 MOONCAKE = [
     {"timestamp": 27000, "input_length": 1000, "output_length": 10, "hash_ids": [1, 2]},

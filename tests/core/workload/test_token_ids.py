@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.workload import WorkloadError
+from prfaas.core.workload.lengths import WorkloadError
 from prfaas.core.workload.traffic import prompt_ids
 
 ids = st.integers(0, 2**63 - 1)

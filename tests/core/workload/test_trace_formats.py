@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.workload import (
-    RequestTrace,
-    TraceColumns,
-    TracedRequest,
-    WorkloadError,
-    read_requests,
-    write_requests,
-)
-from prfaas.core.workload.trace_columns import FORMATS, guess_format
+from prfaas.core.workload.lengths import WorkloadError
+from prfaas.core.workload.requests import RequestTrace, TracedRequest, read_requests, write_requests
+from prfaas.core.workload.trace_columns import FORMATS, TraceColumns, guess_format
 
 PIECES = Path(__file__).parents[2] / "data" / "traces"
 

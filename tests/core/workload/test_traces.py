@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prfaas.core.workload import WorkloadError, read_requests
+from prfaas.core.workload.lengths import WorkloadError
+from prfaas.core.workload.requests import read_requests
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1000, "output_length": 10, "hash_ids": [1, 2]},

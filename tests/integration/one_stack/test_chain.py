@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types import CompletionUsage
 
-from prfaas.core.kv import model_from_directory
+from prfaas.core.kv.hf_config import model_from_directory
 
 from ..stack import (
     BLOCK_TOKENS,

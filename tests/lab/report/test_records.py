@@ -15,7 +15,7 @@ import pytest
 
 from prfaas import api
 from prfaas.lab.report.records import METADATA_KEY, RecordsFile
-from prfaas.lab.simulator import Result
+from prfaas.lab.simulator.result import Result
 
 COLUMNS = [
     *(

@@ -22,7 +22,7 @@ from prfaas.lab.report.simulation import (
     stage_rows,
 )
 from prfaas.lab.report.simulation_figures import figures, simulation_page, thinned
-from prfaas.lab.simulator import Result
+from prfaas.lab.simulator.result import Result
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,11 +10,12 @@ import pytest
 
 from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.planner import OperatingPoint, best_operation, problem_of
-from prfaas.core.workload import LengthDistribution, fixed
 from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.lengths import LengthDistribution
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk
-from prfaas.lab.simulator import Scenario, scenario_of
 from prfaas.lab.simulator.capacity import Steps
+from prfaas.lab.simulator.scenario import Scenario, scenario_of
 
 PAPER = Path(__file__).parents[3] / "examples" / "paper.yaml"
 

@@ -21,23 +21,21 @@ import numpy as np
 
 from prfaas.core.deployment import load_planned
 from prfaas.core.planner import best_operation, problem_of
-from prfaas.core.scheduling import POLICIES, Decision, Policy, RoutingRequest, View, make_policy
+from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.policy import POLICIES, Policy, make_policy
+from prfaas.core.scheduling.view import View
 from prfaas.core.units import GIB
-from prfaas.core.workload import TruncatedLogNormal, fixed
 from prfaas.core.workload.arrivals import Arrivals, Mmpp, Phase, Poisson
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.lengths import TruncatedLogNormal
 from prfaas.core.workload.sessions import SessionTraffic
 from prfaas.core.workload.traffic import IndependentTraffic, Traffic
-from prfaas.lab.simulator import (
-    CacheOptions,
-    Failure,
-    Overheads,
-    PoolOptions,
-    Result,
-    Scenario,
-    scenario_of,
-    simulate,
-)
 from prfaas.lab.simulator.capacity import Fluctuating
+from prfaas.lab.simulator.machine_pool import PoolOptions
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import Failure, Overheads, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "data" / "golden_decisions.json"

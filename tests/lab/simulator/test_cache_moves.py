@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from tests.lab.simulator.conftest import CaseStudy
 
-from prfaas.core.scheduling import CacheTransfer, Decision, Route, RoutingRequest, View
+from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route, RoutingRequest
+from prfaas.core.scheduling.view import View
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.lab.simulator import CacheOptions, scenario_of
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.scenario import scenario_of
 from prfaas.lab.simulator.world import World
 
 LONG, PREFIX, PROMPT = 60_000, 20_000, 22_000

@@ -7,10 +7,13 @@ import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
-from prfaas.core.kv import FullAttention, KvModel, SlidingWindow
+from prfaas.core.kv.layers import FullAttention, SlidingWindow
+from prfaas.core.kv.model import KvModel
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.lab.simulator import CacheOptions, Scenario, simulate
 from prfaas.lab.simulator.link import FluidLink
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.scenario import Scenario
+from prfaas.lab.simulator.simulation import simulate
 from prfaas.lab.simulator.transfer import KvMoves
 
 CHUNK_TOKENS, BLOCK_TOKENS = 4096, 256

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from tests.lab.simulator.conftest import CaseStudy
 
-from prfaas.core.scheduling import KvFacts
-from prfaas.lab.simulator import scenario_of, simulate
+from prfaas.core.scheduling.decision import KvFacts
 from prfaas.lab.simulator.fleet import view_of
+from prfaas.lab.simulator.scenario import scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 
 def offloaded(case_study: CaseStudy, per_gb: float, rate_per_s: float) -> tuple[float, dict[str, int], bool]:

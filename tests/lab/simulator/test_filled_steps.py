@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
-from prfaas.core.kv import FullAttention, KvModel
-from prfaas.lab.simulator import Failure, PoolOptions, Result, Scenario, scenario_of, simulate
+from prfaas.core.kv.layers import FullAttention
+from prfaas.core.kv.model import KvModel
+from prfaas.lab.simulator.machine_pool import PoolOptions
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import Failure, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 CHUNK_TOKENS, BLOCK_TOKENS = 1024, 256
 

@@ -11,20 +11,17 @@ from tests.lab.simulator.conftest import PAPER, CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.deployment import load_planned
-from prfaas.core.kv import FullAttention
-from prfaas.core.scheduling import POLICIES, Decision, Policy, RoutingRequest, View
+from prfaas.core.kv.layers import FullAttention
+from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.policy import POLICIES, Policy
+from prfaas.core.scheduling.view import View
 from prfaas.core.units import GIB
-from prfaas.lab.simulator import (
-    CacheOptions,
-    Failure,
-    Overheads,
-    PoolOptions,
-    Result,
-    Scenario,
-    scenario_of,
-    simulate,
-)
 from prfaas.lab.simulator.capacity import Constant
+from prfaas.lab.simulator.machine_pool import PoolOptions
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import Failure, Overheads, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 from prfaas.lab.simulator.world import World
 
 TOKENS, ANSWER = 50_000, 20

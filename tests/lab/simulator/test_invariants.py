@@ -11,13 +11,16 @@ from tests.lab.simulator.conftest import CaseStudy, chunk_of, outages
 from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.link.patience import late_after_s
-from prfaas.core.scheduling import POLICIES
+from prfaas.core.scheduling.policy import POLICIES
 from prfaas.core.units import GIB
-from prfaas.core.workload import fixed
 from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.empirical import fixed
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk
-from prfaas.lab.simulator import CacheOptions, Failure, PoolOptions, Scenario, scenario_of, simulate
 from prfaas.lab.simulator.capacity import Constant
+from prfaas.lab.simulator.machine_pool import PoolOptions
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.scenario import Failure, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 INSTANCES = [f"east-{k}" for k in range(4)] + [f"home-{k}" for k in range(8)]
 

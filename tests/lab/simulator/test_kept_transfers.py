@@ -13,11 +13,14 @@ from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 from tests.lab.simulator.test_invariants import conversations, failures
 
-from prfaas.core.kv import published_model
+from prfaas.core.kv.published import published_model
 from prfaas.core.link.checkpoints import checkpoint_count, checkpoint_every_tokens
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.lab.simulator import CacheOptions, Failure, Result, Scenario, scenario_of, simulate
 from prfaas.lab.simulator.capacity import Constant
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import Failure, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 TOKENS = 131_072
 KILLS_PER_HOUR = 20.0

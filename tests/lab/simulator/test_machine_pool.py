@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.kv import KvModel, published_model
+from prfaas.core.kv.model import KvModel
+from prfaas.core.kv.published import published_model
 from prfaas.core.pool.eviction import EVICTION_POLICIES
 from prfaas.core.prefix.index import PoolHit, PrefixHit
 from prfaas.lab.simulator.machine_pool import LoadedBytes, MachinePool, PoolOptions

@@ -12,8 +12,11 @@ from tests.lab.simulator.invariants import Invariants
 from tests.lab.simulator.test_invariants import conversations, failures
 
 from prfaas.core.deployment.engine import mixed_chunk_tokens
-from prfaas.core.kv import published_model
-from prfaas.lab.simulator import CacheOptions, Failure, Result, Scenario, scenario_of, simulate
+from prfaas.core.kv.published import published_model
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import Failure, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 MIXED_TOKENS = 2048
 LONG_TOKENS = 16 * MIXED_TOKENS

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from prfaas.core.kv import KvModel
-from prfaas.core.scheduling import LinkView
+from prfaas.core.kv.model import KvModel
+from prfaas.core.scheduling.view import LinkView
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted, Steps
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.link import FluidLink

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 from tests.lab.simulator.conftest import CaseStudy
 
-from prfaas.core.workload import LengthDistribution, Uniform, fixed
 from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.lengths import LengthDistribution, Uniform
 from prfaas.core.workload.traffic import IndependentTraffic
-from prfaas.lab.simulator import Result, scenario_of, simulate
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 NARROW = {
     "one": fixed(27_000),

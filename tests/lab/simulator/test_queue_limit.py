@@ -12,8 +12,10 @@ from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.planner.survival import losses
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.lab.simulator import Failure, Result, Scenario, scenario_of, simulate
 from prfaas.lab.simulator.capacity import Constant
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import Failure, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 TOKENS = 16_000
 

@@ -8,11 +8,13 @@ import pytest
 
 from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
-from prfaas.core.workload import LengthDistribution, fixed
 from prfaas.core.workload.arrivals import Poisson
-from prfaas.core.workload.lengths import Uniform
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.lengths import LengthDistribution, Uniform
 from prfaas.core.workload.traffic import IndependentTraffic
-from prfaas.lab.simulator import Result, Scenario, scenario_of, simulate
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 MULTI = Path(__file__).parents[3] / "examples" / "multi.yaml"
 LOAD, REQUESTS = 0.85, 6_000

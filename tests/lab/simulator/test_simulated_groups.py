@@ -7,10 +7,13 @@ import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
-from prfaas.core.workload import TruncatedLogNormal, fixed
 from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.lengths import TruncatedLogNormal
 from prfaas.core.workload.traffic import IndependentTraffic
-from prfaas.lab.simulator import Failure, Result, Scenario, scenario_of, simulate
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import Failure, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 
 def scenario(case_study: CaseStudy, group_ranks: int, **options: object) -> Scenario:

@@ -8,9 +8,12 @@ from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.units import BITS_PER_BYTE, GIB
-from prfaas.lab.simulator import CacheOptions, Failure, PoolOptions, Result, Scenario, scenario_of, simulate
 from prfaas.lab.simulator.control_loops import HotCopies
-from prfaas.lab.simulator.machine_pool import MachinePool
+from prfaas.lab.simulator.machine_pool import MachinePool, PoolOptions
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import Failure, Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 from prfaas.lab.simulator.world import World
 
 BLOCK = 512

@@ -5,10 +5,12 @@ import pytest
 from tests.lab.simulator.conftest import CaseStudy
 from tests.lab.simulator.invariants import Invariants
 
-from prfaas.core.workload import TruncatedLogNormal, fixed
 from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.lengths import TruncatedLogNormal
 from prfaas.core.workload.traffic import IndependentTraffic
-from prfaas.lab.simulator import scenario_of, simulate
+from prfaas.lab.simulator.scenario import scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 
 def test_the_threshold_finds_the_planners(case_study: CaseStudy) -> None:

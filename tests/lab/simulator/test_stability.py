@@ -5,8 +5,9 @@ import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
 from prfaas.core.workload.arrivals import Mmpp, Phase, Poisson
-from prfaas.lab.simulator import scenario_of, simulate
 from prfaas.lab.simulator.result import dispersion, is_stable, stability
+from prfaas.lab.simulator.scenario import scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 
 def arrivals_of(process: Poisson | Mmpp, count: int, seed: int) -> np.ndarray:

@@ -9,7 +9,8 @@ from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import best_operation
-from prfaas.lab.simulator import Scenario, scenario_of, simulate
+from prfaas.lab.simulator.scenario import Scenario, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 
 def quiet(scenario: Scenario) -> Scenario:

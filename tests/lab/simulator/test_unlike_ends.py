@@ -6,8 +6,10 @@ import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
-from prfaas.core.kv import CacheDtypes, published_model
-from prfaas.lab.simulator import scenario_of, simulate
+from prfaas.core.kv.dtypes import CacheDtypes
+from prfaas.core.kv.published import published_model
+from prfaas.lab.simulator.scenario import scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 TOKENS = 50_000
 

@@ -6,9 +6,10 @@ from studies._traffic import bursts
 
 from prfaas.core.deployment import load_planned
 from prfaas.core.planner import best_operation, problem_of
-from prfaas.core.workload import fixed
+from prfaas.core.workload.empirical import fixed
 from prfaas.core.workload.traffic import IndependentTraffic
-from prfaas.lab.simulator import scenario_of, simulate
+from prfaas.lab.simulator.scenario import scenario_of
+from prfaas.lab.simulator.simulation import simulate
 
 REQUESTS = 8_000
 LONG_TOKENS = 100 * 1024

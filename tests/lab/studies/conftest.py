@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import load_planned
-from prfaas.core.workload import read_requests
+from prfaas.core.workload.requests import read_requests
 from prfaas.lab.studies import StudyContext, context_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -7,9 +7,9 @@ from studies.pool import PoolReplay
 
 from prfaas.core.deployment.examples import example_path
 from prfaas.core.units import GIB
-from prfaas.core.workload import read_requests
+from prfaas.core.workload.requests import read_requests
 from prfaas.core.workload.traffic import ReplayedTraffic
-from prfaas.lab.simulator import PoolOptions
+from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.studies import StudyContext
 
 

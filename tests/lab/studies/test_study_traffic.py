@@ -21,7 +21,7 @@ from studies._traffic import (
 from studies._variants import cache_of
 from tests.core.workload.laws import tail
 
-from prfaas.core.workload import TruncatedLogNormal
+from prfaas.core.workload.lengths import TruncatedLogNormal
 from prfaas.lab.studies import StudyContext
 
 LENGTHS = TruncatedLogNormal(9.9, 1.0, 128, 131072)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.scheduling import CacheTransfer
+from prfaas.core.scheduling.decision import CacheTransfer
 from prfaas.serving.control.cluster_state import ClusterState
 
 from .world import BYTES_PER_TOKEN, LINK, FakeClock, cluster_state_of, decision, deployment_of

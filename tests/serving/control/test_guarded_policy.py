@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from prfaas.core.scheduling import Decision, NoDecodeInstanceError, RoutingRequest, View, make_policy
+from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.policy import make_policy
+from prfaas.core.scheduling.view import NoDecodeInstanceError, View
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.role_allocation import RoleAllocation
 

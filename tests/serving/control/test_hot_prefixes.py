@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from prfaas.core.prefix import BlockHasher, PoolHit, PrefixHit, PromptChains, PromptTokens
+from prfaas.core.prefix.hashing import BlockHasher, PromptChains, PromptTokens
+from prfaas.core.prefix.index import PoolHit, PrefixHit
 from prfaas.core.scheduling.rebalancing import Rebalancer
 from prfaas.serving.control import hot_prefixes
 from prfaas.serving.control.hot_prefixes import HotPrefixes
@@ -17,8 +18,8 @@ from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport import Ticket
 from prfaas.serving.transport.requests import CopyOrder, CopyResult
+from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import body_of
 
 from .world import KEY, LINK, FakeClock, FakeSender, cluster_state_of, deployment_of, report, with_pools

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.prefix import GlobalIndex
 from prfaas.core.prefix.digests import HeldEvent
 from prfaas.core.prefix.events import Cleared
+from prfaas.core.prefix.index import GlobalIndex
 from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.engines.event_relay import EventRelay
 from prfaas.serving.transport import event_log

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.prefix import PromptChains
+from prfaas.core.prefix.hashing import PromptChains
 from prfaas.serving.control.prefix_knowledge import PendingPrefixes
 
 BLOCK = 16

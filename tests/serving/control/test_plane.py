@@ -14,7 +14,9 @@ from prfaas.core.deployment import AppliedDeployment, Deployment, DeploymentErro
 from prfaas.core.prefix.digests import EventDigests
 from prfaas.core.prefix.events import StoredBlocks
 from prfaas.core.prefix.hashing import seed_of
-from prfaas.core.scheduling import NoDecodeInstanceError, Route, make_policy
+from prfaas.core.scheduling.decision import Route
+from prfaas.core.scheduling.policy import make_policy
+from prfaas.core.scheduling.view import NoDecodeInstanceError
 from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.control.engine_monitor import EngineMonitor
 from prfaas.serving.control.engine_reading import read_exposition

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from prfaas.core.kv import KvModel, published_model
-from prfaas.core.workload import Uniform
+from prfaas.core.kv.model import KvModel
+from prfaas.core.kv.published import published_model
+from prfaas.core.workload.lengths import Uniform
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_facts
 

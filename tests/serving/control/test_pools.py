@@ -13,10 +13,10 @@ from prfaas.core.deployment import AppliedDeployment, Deployment
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.announced import AnnouncedPages
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
-from prfaas.core.prefix import NOTHING, GlobalIndex, PrefixHit
 from prfaas.core.prefix.digests import EventDigests
 from prfaas.core.prefix.hashing import seed_of
-from prfaas.core.scheduling import CacheTransfer
+from prfaas.core.prefix.index import NOTHING, GlobalIndex, PrefixHit
+from prfaas.core.scheduling.decision import CacheTransfer
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.engine_reading import read_exposition

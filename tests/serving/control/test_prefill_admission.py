@@ -8,8 +8,8 @@ from msgspec import structs
 from tests.serving.control.world import LINK, FakeClock, cluster_state_of, decision
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.prefix import PromptChains
-from prfaas.core.scheduling import Decision
+from prfaas.core.prefix.hashing import PromptChains
+from prfaas.core.scheduling.decision import Decision
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from prfaas.core.prefix import GlobalIndex, PrefixHit
 from prfaas.core.prefix.digests import EventDigests
 from prfaas.core.prefix.events import StoredBlocks
-from prfaas.core.scheduling import CacheTransfer
+from prfaas.core.prefix.index import GlobalIndex, PrefixHit
+from prfaas.core.scheduling.decision import CacheTransfer
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 

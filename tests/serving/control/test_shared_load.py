@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.prefix import PromptChains
+from prfaas.core.prefix.hashing import PromptChains
 from prfaas.core.scheduling.gateway_share import ClusterShare, GatewayShare, OtherGateways, total
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.prefill_admission import PrefillAdmission

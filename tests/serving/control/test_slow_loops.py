@@ -11,7 +11,7 @@ import pytest
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.planner.two_clusters import best_threshold
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling.decision import Decision
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.serving.control.engine_monitor import EngineMeter

@@ -8,16 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prfaas.core.scheduling import (
-    ClusterView,
-    Decision,
-    InstanceView,
-    KvFacts,
-    LinkView,
-    Route,
-    View,
-)
-from prfaas.core.scheduling.view import UNKNOWN_SLOT_S
+from prfaas.core.scheduling.decision import Decision, KvFacts, Route
+from prfaas.core.scheduling.view import UNKNOWN_SLOT_S, ClusterView, InstanceView, LinkView, View
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.engine_reading import EngineReading, read_exposition

@@ -9,8 +9,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, Instance, load_deployment
-from prfaas.core.kv import KvModel
-from prfaas.core.scheduling import CacheTransfer, Decision, KvFacts, Route
+from prfaas.core.kv.model import KvModel
+from prfaas.core.scheduling.decision import CacheTransfer, Decision, KvFacts, Route
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane

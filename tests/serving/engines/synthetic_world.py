@@ -21,7 +21,9 @@ from prfaas.serving.engines.synthetic.node import SyntheticNode
 from prfaas.serving.engines.synthetic.text import Text
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
-from prfaas.serving.transport import Observer, Ticket, TransferStatus, create_key, load_key, prompt_digest
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.ticket import Ticket, create_key, load_key, prompt_digest
+from prfaas.serving.transport.wire import TransferStatus
 
 MODEL = "stand-in"
 CLUSTERS = {

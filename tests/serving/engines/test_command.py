@@ -10,7 +10,7 @@ from opentelemetry.util.re import parse_env_headers
 
 from prfaas.core.deployment import Deployment, PoolSpace, TracingConfig, load_deployment
 from prfaas.core.deployment.peers import peers_of, plain_peers_of
-from prfaas.core.kv import ConfigError
+from prfaas.core.kv.config_fields import ConfigError
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.command import CPU_EXECUTOR, EngineCommand, vllm_command

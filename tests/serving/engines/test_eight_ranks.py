@@ -17,11 +17,12 @@ from tests.ports import neighbours
 from prfaas.core.deployment import Deployment, load_deployment, load_planned
 from prfaas.core.planner import problem_of
 from prfaas.core.route_header import RouteHeader
-from prfaas.lab.simulator import scenario_of, simulate
+from prfaas.lab.simulator.scenario import scenario_of
+from prfaas.lab.simulator.simulation import simulate
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.control.planning_inputs import kv_model_of, prefill_curves, view_of
 from prfaas.serving.live import serve_live
-from prfaas.serving.transport import create_key
+from prfaas.serving.transport.ticket import create_key
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FILE = EXAMPLES / "eight-ranks.yaml"

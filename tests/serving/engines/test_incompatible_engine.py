@@ -49,7 +49,7 @@ def odd_engine(deployment: Deployment) -> Iterator[None]:
     process = subprocess.Popen([sys.executable, "-c", ODD, *arguments], env=os.environ)
     try:
         deadline_s = time.monotonic() + 120
-        while not RunningEngines(deployment).answers_health(deployment.instance(ODD_ONE)):
+        while not RunningEngines(deployment).answers(ODD_ONE):
             assert process.poll() is None and time.monotonic() < deadline_s
             time.sleep(0.1)
         yield

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from prfaas.core.kv import model_from_config
 from prfaas.core.kv.groups import GroupKind, KvGroup, Region
+from prfaas.core.kv.hf_config import model_from_config
 from prfaas.serving.engines.page_digests import (
     DIGEST_BYTES,
     DigestPlan,

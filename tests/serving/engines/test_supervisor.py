@@ -7,15 +7,10 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.deployment import Instance
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
 
 NAMES = ("a", "b")
-
-
-def instance(name: str) -> Instance:
-    return Instance(name=name, cluster="c", roles=("decode",), host="127.0.0.1", http_port=1, kv_port=2)
 
 
 class World:
@@ -30,14 +25,7 @@ class World:
         self.broken: set[str] = set()
         """Which can't be started; nothing that is to be started together with them is."""
         self.told: list[str] = []
-        instances = [instance(name) for name in NAMES]
-        self.supervisor = Supervisor(
-            self,
-            instances,
-            limits,
-            self.told.append,
-            clock=lambda: self.now_s,
-        )
+        self.supervisor = Supervisor(self, NAMES, limits, self.told.append, clock=lambda: self.now_s)
 
     def is_running(self, name: str) -> bool:
         return name in self.running
@@ -57,8 +45,8 @@ class World:
     def kill(self, name: str) -> None:
         self.running.discard(name)
 
-    def answers_health(self, instance: Instance, /) -> bool:
-        return instance.name in self.ready
+    def answers(self, name: str) -> bool:
+        return name in self.ready
 
     def end(self, *names: str) -> None:
         self.running.difference_update(names)
@@ -148,7 +136,7 @@ def test_new_ones_are_given_up_each_for_its_own_reason() -> None:
         world = World(RestartLimits(most=2))
         world.broken.add("c")
         for name in ("c", "d"):
-            world.supervisor.watch(instance(name))
+            world.supervisor.watch(name)
         await world.pass_s(3)
         assert world.supervisor.given_up == ["c"]
         assert world.running == {"a", "b", "d"}
@@ -223,13 +211,13 @@ def test_waits_never_fall_and_are_bounded(restarts: int, first_s: float, longest
 def test_one_more_is_started_and_one_that_leaves_is_let_go() -> None:
     async def check() -> None:
         world = World(RestartLimits(most=2))
-        world.supervisor.watch(instance("c"))
+        world.supervisor.watch("c")
         await world.pass_s(1)
         assert world.starts == [(101.0, ("c",))]
         world.ready.add("c")
         await world.pass_s(1)
         assert world.told == ["engine c is ready after 1 s"]
-        world.supervisor.watch(instance("c"))
+        world.supervisor.watch("c")
         world.supervisor.leave("b")
         world.end("b", "c")
         await world.pass_s(3)
@@ -261,7 +249,7 @@ def test_one_more_that_cannot_be_started_is_given_up() -> None:
     async def check() -> None:
         world = World(RestartLimits(most=2))
         world.refuses = "port 1 is already in use"
-        world.supervisor.watch(instance("c"))
+        world.supervisor.watch("c")
         await world.pass_s(5)
         assert world.told == ["no restart of c: port 1 is already in use"]
         assert world.supervisor.given_up == ["c"]

@@ -12,10 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving.jumping_loop import JumpingLoop
 
-from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, model_from_config
 from prfaas.core.kv.groups import GroupKind
-from prfaas.core.latency import load_profile
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState
+from prfaas.core.kv.model import KvModel
+from prfaas.core.latency.files import load_profile
+from prfaas.core.prefix.events import EVENT_KINDS
 from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.page_digests import DigestSource
 from prfaas.serving.engines.synthetic.cache import Context
 from prfaas.serving.engines.synthetic.content import (
     PageSource,
@@ -26,11 +30,12 @@ from prfaas.serving.engines.synthetic.content import (
     reduce_page,
 )
 from prfaas.serving.engines.synthetic.endpoints import PrefillSend
-from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticLayout, SyntheticRegion
+from prfaas.serving.engines.synthetic.layout import SyntheticLayout, SyntheticRegion
 from prfaas.serving.engines.synthetic.node import stream_interval_of
 from prfaas.serving.engines.synthetic.pace import DEFAULT_STEP_S, DecodeClock, Pace
 from prfaas.serving.engines.tiny import tiny_config
-from prfaas.serving.transport import ChunkSource, Ticket
+from prfaas.serving.transport.chunk_source import ChunkSource
+from prfaas.serving.transport.ticket import Ticket
 
 TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=60)
 DIGESTS = st.integers(0, (1 << 64) - 1)
@@ -168,7 +173,8 @@ def test_layers_leave_with_the_chunk_that_computes_them_and_states_with_the_last
         now_s=0,
     )
     recorder: Any = Recorder()
-    sending = PrefillSend(layout, recorder, ticket, Context(chain), None)
+    digests = DigestSource(layout.digest_plan(digested=False).of_transfer(bytes(16), num_tokens, 0))
+    sending = PrefillSend(layout, recorder, ticket, Context(chain), digests)
     layers = len(layout.full.layers)
     slices = min(slices, layers)
     ends = sorted(cut * layout.block_tokens for cut in cuts if cut * layout.block_tokens < num_tokens)

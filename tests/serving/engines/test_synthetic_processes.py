@@ -211,8 +211,8 @@ def test_engines_share_processes_and_die_alone(deployment: Deployment, engines: 
     assert engines.pid(killed) == engines.pid(neighbour)
     engines.kill(killed)
     assert not engines.is_running(killed) and engines.exit_status(killed) == -9
-    assert not engines.answers_health(deployment.instance(killed))
-    assert engines.is_running(neighbour) and engines.answers_health(deployment.instance(neighbour))
+    assert not engines.answers(killed)
+    assert engines.is_running(neighbour) and engines.answers(neighbour)
     engines.start(killed)
     engines.wait_ready(300)
     assert engines.pid(killed) != engines.pid(neighbour)

@@ -144,7 +144,7 @@ def test_who_only_asks_for_health_gets_them_too(deployment: Deployment) -> None:
     """As the supervisor does."""
     with RunningEngines(deployment, command=forked) as engines:
         deadline = time.monotonic() + READY_S
-        while not all(map(engines.answers_health, deployment.instances)):
+        while not all(map(engines.answers, engines.names)):
             assert all(map(engines.is_running, engines.names))
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from prfaas.core.deployment.model import TINY_MODELS
-from prfaas.core.kv import model_from_directory
+from prfaas.core.kv.hf_config import model_from_directory
 from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, checkpoint, tiny_config, tiny_model
 from prfaas.serving.engines.tiny.checkpoint import byte_symbols
 from prfaas.serving.engines.tiny.configs import END_ID, PRINTABLE_IDS, SPECIAL_TOKENS, TURN_END_ID

@@ -16,8 +16,9 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.core.prefix import MediaItem, PromptChains
-from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
+from prfaas.core.prefix.hashing import MediaItem, PromptChains
+from prfaas.core.scheduling.decision import Decision, Route
+from prfaas.core.scheduling.view import NoDecodeInstanceError
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.planning_inputs import kv_facts
 from prfaas.serving.own_process import LoopClock

@@ -1,6 +1,6 @@
 """Records of requests that never were."""
 
-from prfaas.core.scheduling import Decision, Route
+from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.serving.gateway.request_log import RequestRecord
 
 

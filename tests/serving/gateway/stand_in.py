@@ -23,7 +23,7 @@ from aiohttp import web
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from prfaas.core.prefix import MediaItem
+from prfaas.core.prefix.hashing import MediaItem
 from prfaas.serving.gateway.prompts.tokenizers import ChatTemplate
 from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.handover import NIXL_MARK, Handover, is_by_nixl, ticket_of

@@ -16,7 +16,7 @@ from msgspec import structs
 from multidict import CIMultiDict
 
 from prfaas.core.deployment import GatewayLimits
-from prfaas.core.scheduling import Decision, Route
+from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.serving.gateway.admission import Admission, AdmittedRequest, timeout_of
 from prfaas.serving.gateway.bodies import ApiError
 

@@ -10,17 +10,13 @@ from msgspec import structs
 from tests.ports import free_ports
 
 from prfaas.core.deployment import GATEWAY
-from prfaas.core.scheduling import CacheTransfer, Decision, Route
-from prfaas.serving.transport import (
-    AskedTransfers,
-    Observer,
-    PeerRequest,
-    Receiver,
-    StagingArena,
-    Ticket,
-    load_key,
-)
-from prfaas.serving.transport.requests import CopyOrder, CopyResult
+from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.region_layout import AskedTransfers
+from prfaas.serving.transport.requests import CopyOrder, CopyResult, PeerRequest
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.ticket import Ticket, load_key
 
 from .stand_in import answer_text
 from .world import HASTY, World

@@ -17,7 +17,7 @@ import yaml
 from prfaas.cli import main as cli
 from prfaas.core.byte_ring import RingEntry
 from prfaas.core.deployment import AdminConfig, GatewayConfig, Routing, load_deployment
-from prfaas.core.workload import read_requests
+from prfaas.core.workload.requests import read_requests
 from prfaas.serving.console.history import StateHistory
 from prfaas.serving.gateway import console
 from prfaas.serving.gateway.told_requests import scenario_of

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.core.workload import EDGE
+from prfaas.core.workload.lengths import EDGE
 from prfaas.serving.console.history import StateHistory
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.plane import LivePlane

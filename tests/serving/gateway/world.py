@@ -27,7 +27,7 @@ from prfaas.core.deployment import (
 )
 from prfaas.core.deployment.model import ModelRef
 from prfaas.core.deployment.security import Security
-from prfaas.core.kv import model_from_directory
+from prfaas.core.kv.hf_config import model_from_directory
 from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of

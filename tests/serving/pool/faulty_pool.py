@@ -31,6 +31,7 @@ from .pool_daemon import (
     pages_of,
     part_of,
     pool_options,
+    state_of,
     wait_until,
     write_part,
 )
@@ -83,8 +84,8 @@ def load(client: PoolClient, number: int, limit_tokens: int = PROMPT_TOKENS) -> 
         return 0
     refs = [ref for _, _, refs in match.pages for ref in refs]
     for ref in refs:
-        wait_until(lambda slot=ref.slot: client.page_state(slot) is not PageState.PROMOTING)  # type: ignore[misc]
-    copies, is_right = [], all(client.page_state(ref.slot).is_readable for ref in refs)
+        wait_until(lambda slot=ref.slot: state_of(client, slot) is not PageState.PROMOTING)  # type: ignore[misc]
+    copies, is_right = [], all(state_of(client, ref.slot).is_readable for ref in refs)
     for group, first, group_refs in match.pages:
         for block, ref in enumerate(group_refs, first):
             page = chain.key_at((block + 1) * 16) + bytes((group,))

@@ -24,6 +24,7 @@ from prfaas.core.pool.keys import KeyChain, page_id
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon
 from prfaas.serving.pool.events import PoolEventPublisher
+from prfaas.serving.pool.page_table import PageState
 from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.pool.ssd_tier import SsdFactory
 
@@ -302,3 +303,8 @@ def writing_engine(options: DaemonOptions) -> Iterator[tuple["subprocess.Popen[b
         process.wait(WAIT_S)
         if process.stdout is not None:
             process.stdout.close()
+
+
+def state_of(client: PoolClient, slot: int) -> PageState:
+    """State of a page that a match gave, as a client sees it."""
+    return PageState(client.page_states([PageRef(slot, 0)])[0])

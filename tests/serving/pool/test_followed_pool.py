@@ -11,7 +11,7 @@ from tests.ports import free_ports
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
-from prfaas.core.prefix import NOTHING, PoolHit
+from prfaas.core.prefix.index import NOTHING, PoolHit
 from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.pool.client import PoolClient

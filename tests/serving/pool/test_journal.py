@@ -101,7 +101,7 @@ def test_it_never_takes_more_than_it_may(tmp_path: Path) -> None:
 def test_identities_are_found_after_a_rewrite(tmp_path: Path) -> None:
     journal, _ = opened(tmp_path / "journal")
     journal.append([page(number, identity_bytes=number) for number in range(100)])
-    journal.forget([page(50).page_id])
+    journal.forget(page(50).page_id)
     journal.rewrite()
 
     assert journal.identity(page(99).page_id) == b"i" * 99

@@ -39,15 +39,9 @@ from prfaas.serving.pool.page_table import PageState, row_of
 from prfaas.serving.pool.running import RunningPools
 from prfaas.serving.pool.store import PageStore
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport import (
-    Observer,
-    Ticket,
-    TransferAttributes,
-    TransferClass,
-    load_key,
-    prompt_digest,
-)
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.requests import CopyOrder, CopyResult, PullAnswer, PullOrder
+from prfaas.serving.transport.ticket import Ticket, TransferAttributes, TransferClass, load_key, prompt_digest
 from prfaas.serving.transport.wire import read_body
 
 from .stepped_ssd import SteppedSsd

@@ -33,6 +33,7 @@ from .pool_daemon import (
     pool_options,
     read_part,
     running_daemon,
+    state_of,
     store_prompt,
     wait_until,
     write_part,
@@ -61,7 +62,7 @@ def test_a_prompt_that_was_stored_is_found_by_another_engine(tmp_path: Path) -> 
             block_tokens = HYBRID.group(group).block_tokens
             for block, ref in enumerate(refs, first_block):
                 page = page_id(keys.key_at((block + 1) * block_tokens), group)
-                assert second.page_state(ref.slot) is PageState.READY
+                assert state_of(second, ref.slot) is PageState.READY
                 assert read_part(second, ref, group) == part_of(HYBRID, page)
         assert second.intact(match.epoch, [ref for pages in match.pages for ref in pages.refs])
         second.unpin(match.pin)
@@ -325,11 +326,11 @@ def test_verify_finds_a_page_whose_bytes_changed(tmp_path: Path) -> None:
         client.arena[ref.offset + 99] ^= 1
         found = tool.verify()
         assert found is not None and (found["right_pages"], found["wrong_pages"]) == (pages - 1, 1)
-        assert client.page_state(ref.slot) is PageState.FAILED
+        assert state_of(client, ref.slot) is PageState.FAILED
         assert not client.intact(match.epoch, [ref])
         assert first_match(client).usable_tokens == 96
         client.unpin(match.pin)
-        assert client.page_state(ref.slot) is PageState.FREE
+        assert state_of(client, ref.slot) is PageState.FREE
 
 
 def test_clear_leaves_what_is_in_use(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.serving.control.relay_port import RelayPort
 
 from prfaas.core.pool.announced import Medium
 from prfaas.core.pool.geometry import PoolGeometry
-from prfaas.core.prefix import NOTHING, GlobalIndex
+from prfaas.core.prefix.index import NOTHING, GlobalIndex
 from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.pool import events
 from prfaas.serving.pool.events import PoolEventPublisher

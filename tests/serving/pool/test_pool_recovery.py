@@ -34,6 +34,7 @@ from .pool_daemon import (
     pool_options,
     read_part,
     running_daemon,
+    state_of,
     store_prompt,
     wait_until,
     write_part,
@@ -249,7 +250,7 @@ def test_pages_on_ssd_are_known_before_they_are_read(options: DaemonOptions) -> 
         match = found(client)
         assert (match.usable_tokens, match.memory_tokens) == (256, 0)
         refs = [ref for each in match.pages for ref in each.refs]
-        assert {client.page_state(ref.slot) for ref in refs} == {PageState.PROMOTING}
+        assert {state_of(client, ref.slot) for ref in refs} == {PageState.PROMOTING}
         daemon.in_loop(lambda _: [tiers[1].step() for _ in refs])
         assert client.intact(match.epoch, refs)
         assert_bytes_are_right(client, match)
@@ -312,7 +313,7 @@ def test_no_session_is_opened_while_a_copy_runs(options: DaemonOptions) -> None:
                 assert not client.connect()
                 with client.writing(client.epoch) as allowed:
                     assert not allowed
-        assert client.page_state(0) is PageState.FREE
+        assert state_of(client, 0) is PageState.FREE
 
 
 def test_engines_of_another_model_replace_what_is_left(options: DaemonOptions) -> None:

@@ -4,6 +4,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 import xxhash
 from hypothesis import settings
@@ -13,14 +14,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
-from prfaas.core.pool.keys import page_id
+from prfaas.core.pool.keys import page_id, tenant_id
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import ArenaLayout, create_arena, open_arena
 from prfaas.serving.pool.memory_tier import NO_SLOT
-from prfaas.serving.pool.page_table import Owner, PageState
-from prfaas.serving.pool.protocol import PageRef
+from prfaas.serving.pool.page_table import Owner, PageState, row_of
+from prfaas.serving.pool.protocol import Match as Question
+from prfaas.serving.pool.protocol import Matched, PageRef, page_refs
 from prfaas.serving.pool.recovery import recover
-from prfaas.serving.pool.store import PageStore, StoreMatch, StoreSession
+from prfaas.serving.pool.store import PageStore, StoreSession
 
 from .pool_daemon import TENANT, chain_of, packed_chain, pages_of, part_of
 from .stepped_ssd import RecordedEvents, SteppedSsd
@@ -48,7 +50,7 @@ ENGINES = [Owner(100, 1, b"engine 1"), Owner(100, 1, b"engine 2"), Owner(200, 7,
 prompts = st.sampled_from(range(len(PROMPTS)))
 salts = st.sampled_from(SALTS)
 numbers = st.integers(0, 1 << 20)
-Match = tuple[StoreSession, StoreMatch, list[tuple[bytes, PageRef]]]
+Match = tuple[StoreSession, Matched, list[tuple[bytes, PageRef]]]
 
 
 class Copy:
@@ -241,20 +243,21 @@ class StoreMachine(RuleBasedStateMachine):
         session, limit = self.scheduler(number), len(PROMPTS[prompt]) - 1
         chain = chain_of(GEOMETRY, PROMPTS[prompt], salt)
         before = self.held_pages()
-        found = self.store.match(session, packed_chain(chain), start, limit, whole=whole, pin=False)
+        asked = Question(packed_chain(chain), start, limit, whole=whole, tenant=tenant_id(salt), pin=False)
+        found = self.store.match(session, asked)
         assert (found.usable_tokens, found.attention_tokens) == self.expected_end(
             before, prompt, salt, start, limit, whole
         )
-        found = self.store.match(session, packed_chain(chain), start, limit, whole=whole, pin=True)
+        found = self.store.match(session, msgspec.structs.replace(asked, pin=True))
         assert found.usable_tokens <= limit
         pages = []
-        for group, first, matched in found.pages:
+        for group, first, slots, offsets in found.pages:
             block_tokens = GEOMETRY.group(group).block_tokens
-            for block, page in enumerate(matched, first):
+            for block, ref in enumerate(page_refs(slots, offsets), first):
                 expected = page_id(chain.key_at((block + 1) * block_tokens), group)
-                assert page.page_id == expected
+                assert self.store.memory.rows[row_of(ref.slot)].page_id == expected
                 assert expected in before
-                pages.append((expected, PageRef(page.slot, page.offset)))
+                pages.append((expected, ref))
         if found.pin:
             assert found.memory_tokens <= found.usable_tokens
             self.matches.append((session, found, pages))

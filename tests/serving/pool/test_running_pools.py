@@ -77,7 +77,7 @@ def test_pools_run_between_entry_and_exit(deployment: Deployment) -> None:
         assert pools.names == ("home-pool", "east-pool")
         pids = [pools.pid(name) for name in pools.names]
         for node in deployment.pools:
-            assert pools.is_running(node.name) and pools.answers_health(node)
+            assert pools.is_running(node.name) and pools.answers(node.name)
             path = deployment.pool_socket(node)
             assert path.stat().st_mode & 0o777 == 0o600
             assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -86,7 +86,7 @@ def test_pools_run_between_entry_and_exit(deployment: Deployment) -> None:
             pools.start()
     assert all(map(is_gone, pids))
     for node in deployment.pools:
-        assert not pools.answers_health(node)
+        assert not pools.answers(node.name)
         assert not deployment.pool_socket(node).exists()
         assert not arena_path(deployment.pool_socket(node)).exists()
     pools.stop()
@@ -104,7 +104,9 @@ def test_a_killed_pool_is_started_again_by_the_supervisor(deployment: Deployment
 
     async def check(pools: RunningPools) -> None:
         limits = RestartLimits(first_wait_s=0.05)
-        supervisor = Supervisor(pools, deployment.pools, limits, told.append, kind="pool")
+        supervisor = Supervisor(
+            pools, [node.name for node in deployment.pools], limits, told.append, kind="pool"
+        )
         first = pools.pid("home-pool")
         os.kill(first, signal.SIGKILL)
         until_s = time.monotonic() + LIMIT_S
@@ -165,7 +167,7 @@ def test_a_second_daemon_of_a_pool_is_refused(deployment: Deployment) -> None:
         )
         assert second.returncode == 1
         assert "Traceback" not in second.stderr
-        assert pools.answers_health(deployment.pool_named("home-pool"))
+        assert pools.answers("home-pool")
 
 
 PARENT = """

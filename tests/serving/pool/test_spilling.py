@@ -24,6 +24,7 @@ from .pool_daemon import (
     part_of,
     pool_options,
     running_daemon,
+    state_of,
     wait_until,
     write_part,
 )
@@ -73,9 +74,9 @@ def load(client: PoolClient, token_ids: list[int]) -> int:
     assert match is not None
     for group, first, refs in match.pages:
         for block, ref in enumerate(refs, first):
-            wait_until(lambda slot=ref.slot: client.page_state(slot) is not PageState.PROMOTING)
+            wait_until(lambda slot=ref.slot: state_of(client, slot) is not PageState.PROMOTING)
             page = chain.key_at((block + 1) * 16) + bytes((group,))
-            assert client.page_state(ref.slot).is_readable
+            assert state_of(client, ref.slot).is_readable
             part = part_of(GEOMETRY, page)
             assert bytes(client.arena[ref.offset : ref.offset + len(part)]) == part
     client.unpin(match.pin)

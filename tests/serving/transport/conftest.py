@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from prfaas.serving.transport import ReceiverOptions, SenderOptions, StagingArena, TlsIdentity
+from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 from .authority import Authority
 from .harness import (

@@ -10,24 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from prfaas.core.deployment import TransferLimits
-from prfaas.serving.transport import (
-    BytesSource,
-    OutgoingTransfer,
-    Peer,
-    Receiver,
-    ReceiverOptions,
-    Sender,
-    SenderOptions,
-    StagingArena,
-    Ticket,
-    TlsIdentity,
-    TransferAttributes,
-    TransferClass,
-    TransferPhase,
-    TransferStatus,
-    prompt_digest,
-)
+from prfaas.serving.transport.chunk_source import BytesSource
+from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.outgoing import OutgoingTransfer
 from prfaas.serving.transport.peer_list import PeerList
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.ticket import Ticket, TransferAttributes, TransferClass, prompt_digest
+from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 KEY = bytes(range(32))
 FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}

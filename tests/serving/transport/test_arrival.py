@@ -8,9 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport import BytesSource, StagingArena, StagingLease, TransferPhase
 from prfaas.serving.transport.arrival import Arrival
+from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.incoming import IncomingTransfer, ProducerSession
+from prfaas.serving.transport.staging import StagingArena, StagingLease
+from prfaas.serving.transport.wire import TransferPhase
 
 from .harness import PATIENCE_S, World, await_true, make_ticket
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport import BytesSource
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
+from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.outgoing import Chunk, OutgoingTransfer, SendPhase
 from prfaas.serving.transport.ticket import TransferClass

@@ -16,22 +16,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport import (
-    BytesSource,
-    HandshakeError,
-    Observer,
-    SendPhase,
-    StagingArena,
-    TlsIdentity,
-    TransferPhase,
-)
+from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, ServerHandshake, greet
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.outgoing import SendPhase
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, Sealing
-from prfaas.serving.transport.sockets import receive_exactly
+from prfaas.serving.transport.sockets import HandshakeError, receive_exactly
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.tls_stream import TlsStream
 from prfaas.serving.transport.wire import (
     FrameType,
     Header,
+    TransferPhase,
     checksum,
     pack_control,
     pack_header,
@@ -374,7 +371,8 @@ def test_plain_connections_only_from_those_that_may(make_world: MakeWorld, autho
 
 
 def test_an_encrypted_peer_needs_an_identity() -> None:
-    from prfaas.serving.transport import Peer, Sender
+    from prfaas.serving.transport.options import Peer
+    from prfaas.serving.transport.sender import Sender
 
     peer = Peer("c/0", "127.0.0.1", 1, "wan", 1, None, encrypted=True)
     with pytest.raises(ValueError, match="peer c/0 is encrypted, and p/0 has no TLS identity"):

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 import pytest
 
 from prfaas.core.deployment import CONTROL
-from prfaas.serving.transport import Observer, PaceOrder, Peer, StagingArena
 from prfaas.serving.transport.endpoint import KvEndpoint
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.options import Peer
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.region_layout import PeerLayouts, TransferLayout
+from prfaas.serving.transport.staging import StagingArena
 
 from .harness import FAST_RECEIVER, FAST_SENDER, FINGERPRINT, KEY, SizesByTokens
 

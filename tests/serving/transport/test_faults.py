@@ -11,10 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport import BytesSource, SendPhase, StagingArena, TransferPhase
+from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.handshake import ServerHandshake
+from prfaas.serving.transport.outgoing import SendPhase
 from prfaas.serving.transport.sockets import receive_control
-from prfaas.serving.transport.wire import FrameType
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.wire import FrameType, TransferPhase
 
 from .harness import (
     FAST_RECEIVER,

@@ -15,23 +15,20 @@ from hypothesis import strategies as st
 from tests.mutations import no_exception_logged
 
 from prfaas.core.deployment import CONTROL, GATEWAY, TOOLS
-from prfaas.serving.transport import (
-    BytesSource,
-    Observer,
-    Receiver,
-    StagingArena,
-    Ticket,
-    TransferPhase,
-)
+from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, ServerHandshake, greet
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.requests import PullAnswer, PullOrder
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_exactly
-from prfaas.serving.transport.staging import StagingLease
+from prfaas.serving.transport.staging import StagingArena, StagingLease
+from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import (
     END_REGION,
     HEADER_BYTES,
     NO_TRANSFER,
     FrameType,
+    TransferPhase,
     WireError,
     checksum,
     pack_header,

@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from prfaas.serving.transport import BytesSource, HandshakeError, Receiver, SendPhase, TransferPhase, incoming
-from prfaas.serving.transport.sockets import ConnectionEnded
+from prfaas.serving.transport import incoming
+from prfaas.serving.transport.chunk_source import BytesSource
+from prfaas.serving.transport.outgoing import SendPhase
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sockets import ConnectionEnded, HandshakeError
 from prfaas.serving.transport.wire import (
     END_REGION,
     FrameType,
+    TransferPhase,
     abort,
     checksum,
     pack_control,

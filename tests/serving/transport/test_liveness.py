@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.serving.transport import BytesSource, Peer, Sender, SendPhase, TcpInfo, TransferPhase
+from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.liveness import LONGEST_LOOK_S, Liveness, LookClock
+from prfaas.serving.transport.options import Peer
+from prfaas.serving.transport.outgoing import SendPhase
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.sockets import TcpInfo
+from prfaas.serving.transport.wire import TransferPhase
 
 from .harness import (
     FAST_SENDER,
@@ -35,7 +40,7 @@ QUIET = TcpInfo(
 # In a process of its own, which can be stopped.
 CONSUMER = """
 import sys
-from prfaas.serving.transport import StagingArena
+from prfaas.serving.transport.staging import StagingArena
 from tests.serving.transport.harness import make_receiver
 receiver = make_receiver(StagingArena(64 << 20, 256 << 10))
 print(receiver.port, flush=True)

@@ -10,18 +10,14 @@ import pytest
 import uvloop
 
 from prfaas.serving.own_process import LoopClock
-from prfaas.serving.transport import (
-    BytesSource,
-    HandshakeError,
-    Observer,
-    SendPhase,
-    TransferPhase,
-    TransferStatus,
-    handshake,
-)
+from prfaas.serving.transport import handshake
+from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.handshake import frames_of
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.outgoing import SendPhase
 from prfaas.serving.transport.requests import CopyOrder, FollowOrder
-from prfaas.serving.transport.wire import FrameType
+from prfaas.serving.transport.sockets import HandshakeError
+from prfaas.serving.transport.wire import FrameType, TransferPhase, TransferStatus
 
 from .harness import KEY, World, await_over, await_true, make_receiver, make_ticket
 from .proxy import FaultyProxy

@@ -9,10 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.transport import BytesSource, Observer, Peer, Sender, StagingArena
+from prfaas.serving.transport.chunk_source import BytesSource
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.offer import Offer
+from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
+from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sockets import SO_MAX_PACING_RATE, packet_bytes
+from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.wire import WireError, body_of, read_body
 
 from .harness import (

@@ -6,11 +6,11 @@ import pytest
 
 from prfaas.core.deployment import CONTROL, GATEWAY, TOOLS
 from prfaas.core.deployment.security import OBSERVERS
-from prfaas.serving.transport import StagingArena
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ROLE_PRODUCER, ClientHello, PeerIdentity, greet
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.permissions import PERMISSIONS, permitted_frames
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.wire import FrameType, body_of, pack_control, ping
 
 from .harness import FAST_SENDER, FINGERPRINT, KEY, World, await_true, make_receiver, make_sender

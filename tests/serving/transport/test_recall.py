@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.transport import SendPhase
+from prfaas.serving.transport.outgoing import SendPhase
 from prfaas.serving.transport.sender_connection import SenderConnection
 from prfaas.serving.transport.wire import FrameType, Header
 

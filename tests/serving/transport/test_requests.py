@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport import BytesSource, Observer, Receiver, StagingArena, TransferPhase
+from prfaas.serving.transport.chunk_source import BytesSource
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import AskedTransfers
 from prfaas.serving.transport.requests import (
     MAX_COPIED_TOKENS,
@@ -22,10 +24,12 @@ from prfaas.serving.transport.requests import (
     PullAnswer,
     PullOrder,
 )
+from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.wire import (
     MAX_COPY_BYTES,
     MAX_OPEN_BYTES,
     FrameType,
+    TransferPhase,
     WireError,
     body_of,
     pack_control,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport import StagingArena, StagingLease
+from prfaas.serving.transport.staging import StagingArena, StagingLease
 
 BLOCK = 4096
 

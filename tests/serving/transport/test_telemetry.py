@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.transport import BytesSource, Observer
+from prfaas.serving.transport.chunk_source import BytesSource
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.pacing import ProbeOrder
 from prfaas.serving.transport.receiver import Receiver

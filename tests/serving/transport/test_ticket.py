@@ -16,7 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prfaas
-from prfaas.serving.transport import Ticket, TicketError, TransferAttributes, TransferClass, prompt_digest
+from prfaas.serving.transport.ticket import (
+    Ticket,
+    TicketError,
+    TransferAttributes,
+    TransferClass,
+    prompt_digest,
+)
 
 SOURCE = Path(prfaas.__file__).parent
 KEY = bytes(range(32))

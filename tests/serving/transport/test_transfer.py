@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 
 from prfaas.core.deployment import GATEWAY
-from prfaas.serving.transport import (
-    BytesSource,
-    Observer,
-    SendPhase,
-    SourceGone,
-    TransferPhase,
-    outgoing,
-    transfer_table,
-)
-from prfaas.serving.transport.wire import body_of
+from prfaas.serving.transport import outgoing, transfer_table
+from prfaas.serving.transport.chunk_source import BytesSource, SourceGone
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.outgoing import SendPhase
+from prfaas.serving.transport.wire import TransferPhase, body_of
 
 from .harness import FAST_RECEIVER, FAST_SENDER, KEY, World, await_over, await_true, with_options
 

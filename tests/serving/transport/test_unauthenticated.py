@@ -13,10 +13,10 @@ from dataclasses import replace
 import pytest
 
 from prfaas.serving.logs import LogSettings, set_up_logging
-from prfaas.serving.transport import HandshakeError, Peer
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
+from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.sockets import ConnectionEnded, HandshakeError, receive_control
 from prfaas.serving.transport.unauthenticated import UnauthenticatedPeers, network_of
 from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, pack_control, pack_header
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from prfaas.cli.demo import print_outcome
 from prfaas.core.deployment import Deployment, load_deployment
-from prfaas.core.kv import model_from_config
+from prfaas.core.kv.hf_config import model_from_config
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, tiny_config
 from prfaas.tools.demo.client import DemoAnswer

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.deployment import load_deployment
-from prfaas.core.kv import KvModel, model_from_config
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.model import KvModel
 from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, tiny_config
 from prfaas.tools.demo.line import USED_SHARE, DemoLine, PrefillSpeed, with_room
 from prfaas.tools.demo.prompts import LONGEST_TOKENS

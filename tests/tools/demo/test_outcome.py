@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from prfaas.core.deployment import Deployment, ModelSource, load_deployment
-from prfaas.core.kv import KvModel, model_from_config
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.model import KvModel
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.tools.demo.answers import answers_table

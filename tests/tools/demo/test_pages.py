@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import KvModel
 from prfaas.tools.demo.compare import MovedPages, Pages, find_pages
 
 DENSE = KvModel("dense", (FullAttention(6, 4, 64, 64),))

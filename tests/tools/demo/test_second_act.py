@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from prfaas.core.kv import KvModel, model_from_config
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.model import KvModel
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.tools.demo.client import DemoAnswer

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from prfaas.core.kv import CacheDtypes, ConfigError
-from prfaas.core.latency import ProfileError, load_profile, profile_text, save_profile
+from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.dtypes import CacheDtypes
+from prfaas.core.latency.files import load_profile, profile_text, save_profile
+from prfaas.core.latency.profile import ProfileError
 from prfaas.core.latency.roofline import REQUEST_S, Roofline, gpu
 from prfaas.core.latency.work import model_work
 from prfaas.tools.profiling import aiconfigurator

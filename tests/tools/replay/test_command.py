@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from prfaas.cli import main as cli
-from prfaas.core.workload import TracedRequest, write_requests
+from prfaas.core.workload.requests import TracedRequest, write_requests
 from replay.stub import served, well
 from replay.test_replay import refuses
 

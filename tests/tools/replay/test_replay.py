@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from prfaas.core.workload import TracedRequest
+from prfaas.core.workload.requests import TracedRequest
 from prfaas.core.workload.traffic import prompt_ids
 from prfaas.tools.replay import (
     ReplayedRequest,

@@ -27,7 +27,7 @@ from prfaas.core.deployment.types import (
     InstanceSection,
     by_pool,
 )
-from prfaas.core.kv import ConfigError
+from prfaas.core.kv.config_fields import ConfigError
 from prfaas.core.yaml_source import Location
 
 _MAX_NAME = 63

@@ -9,7 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Val
 from pydantic_core import PydanticCustomError
 
 from prfaas.core.deployment.addresses import checked_host
-from prfaas.core.latency import LatencyProfile, load_profile
+from prfaas.core.latency.files import load_profile
+from prfaas.core.latency.profile import LatencyProfile
 from prfaas.core.units import format_bits_per_s, parse_bits_per_s, parse_bytes
 
 # Less without a unit is somebody who thinks in larger units.

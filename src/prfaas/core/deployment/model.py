@@ -12,16 +12,11 @@ from pydantic import AfterValidator
 
 from prfaas.core.deployment.field_types import GIVEN, FileBeside, Name, Positive, Text, matching, needs
 from prfaas.core.deployment.section import EVERYTHING, Section
-from prfaas.core.kv import (
-    CacheDtypes,
-    KvCacheDtype,
-    KvModel,
-    ModelDtype,
-    UnknownModelError,
-    model_from_directory,
-    published_model,
-    read_config,
-)
+from prfaas.core.kv.config_fields import UnknownModelError
+from prfaas.core.kv.dtypes import CacheDtypes, KvCacheDtype, ModelDtype
+from prfaas.core.kv.hf_config import model_from_directory, read_config
+from prfaas.core.kv.model import KvModel
+from prfaas.core.kv.published import published_model
 
 TinyName = Literal["qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3"]
 """Models that prfaas makes itself: `serving/engines/tiny/configs.py` has one for each of these names."""

@@ -13,8 +13,9 @@ from prfaas.core.deployment.gateway import FirstTokenSource
 from prfaas.core.deployment.pool import PoolSettings, PoolSpace
 from prfaas.core.deployment.section import Section
 from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routing, Slo
-from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, KvModel
-from prfaas.core.latency import LatencyProfile
+from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
+from prfaas.core.kv.model import KvModel
+from prfaas.core.latency.profile import LatencyProfile
 from prfaas.core.workload.trace_columns import TraceFormat
 from prfaas.core.yaml_source import FileError, YamlSource
 

@@ -16,22 +16,13 @@ from prfaas.core.deployment.planned import PlannedCluster, PlannedDeployment
 from prfaas.core.deployment.schema import DeploymentFile
 from prfaas.core.deployment.speculation import speculation_of
 from prfaas.core.deployment.types import SYNTHETIC, ClusterSection, Link, by_pool
-from prfaas.core.kv import (
-    CacheDtypeError,
-    CacheDtypes,
-    ConfigError,
-    DrafterError,
-    FullAttention,
-    KvModel,
-    are_convertible,
-    kept_dtype,
-    model_from_config,
-    model_from_file,
-    model_on_wire,
-    published_model,
-    read_config,
-    with_drafter,
-)
+from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError
+from prfaas.core.kv.drafters import DrafterError, with_drafter
+from prfaas.core.kv.dtypes import CacheDtypes, are_convertible
+from prfaas.core.kv.hf_config import kept_dtype, model_from_config, model_from_file, read_config
+from prfaas.core.kv.layers import FullAttention
+from prfaas.core.kv.model import KvModel, model_on_wire
+from prfaas.core.kv.published import published_model
 
 
 def planned_deployment(file: DeploymentFile, links: Sequence[Link]) -> PlannedDeployment:

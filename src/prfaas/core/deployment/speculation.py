@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from prfaas.core.deployment.types import Cluster, Deployment
-from prfaas.core.kv import DrafterError, KvModel, Speculation, read_config, with_drafter
+from prfaas.core.kv.drafters import DrafterError, Speculation, with_drafter
+from prfaas.core.kv.hf_config import read_config
+from prfaas.core.kv.model import KvModel
 
 _OPTION = "--speculative-config"
 # Others for one of its fields each: vllm/engine/arg_utils.py, create_speculative_config.

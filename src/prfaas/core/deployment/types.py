@@ -52,7 +52,7 @@ from prfaas.core.deployment.section import (
 )
 from prfaas.core.deployment.security import CERTIFICATE_NAMES, Security
 from prfaas.core.deployment.source import DeploymentError
-from prfaas.core.kv import CacheDtypes, KvCacheDtype
+from prfaas.core.kv.dtypes import CacheDtypes, KvCacheDtype
 from prfaas.core.kv.rank_shares import RankGrid
 
 Role = Literal["prefill", "decode"]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from prfaas.core.arrays import FloatArray, np
-from prfaas.core.latency import LatencyProfile
 from prfaas.core.latency.cached_prefix import after_prefix_s
 from prfaas.core.latency.curve_reader import curve_reader
+from prfaas.core.latency.profile import LatencyProfile
 
 # The curve is a table of straight pieces, eight to an octave: within 0.1 % of a parabola.
 _KNOTS_PER_OCTAVE = 8

@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass, field
 
 from prfaas.core.arrays import FloatArray, OfLength, np
-from prfaas.core.kv import KvModel, SlidingWindow
+from prfaas.core.kv.layers import SlidingWindow
+from prfaas.core.kv.model import KvModel
 from prfaas.core.planner.problem import PlanError
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.core.workload import LengthDistribution
+from prfaas.core.workload.lengths import LengthDistribution
 
 
 def kv_throughput_bits_per_s(kv_bytes: float, prefill_s: float) -> float:

@@ -13,8 +13,8 @@ from prfaas.core.deployment.planned import (
     TraceLengths,
     UniformLengths,
 )
-from prfaas.core.kv import KvModel
-from prfaas.core.latency import ProfileError
+from prfaas.core.kv.model import KvModel
+from prfaas.core.latency.profile import ProfileError
 from prfaas.core.planner.equations import KvSize
 from prfaas.core.planner.problem import (
     PdCluster,
@@ -25,19 +25,16 @@ from prfaas.core.planner.problem import (
     TtftTarget,
     all_paths,
 )
-from prfaas.core.workload import (
-    Empirical,
+from prfaas.core.workload.empirical import Empirical, divisible, fixed
+from prfaas.core.workload.lengths import (
     LengthDistribution,
-    RequestTrace,
-    TraceColumns,
     TruncatedLogNormal,
     Uniform,
     Workload,
     WorkloadError,
-    divisible,
-    fixed,
-    read_requests,
 )
+from prfaas.core.workload.requests import RequestTrace, read_requests
+from prfaas.core.workload.trace_columns import TraceColumns
 
 
 def problem_of(deployment: PlannedDeployment) -> PlanProblem:

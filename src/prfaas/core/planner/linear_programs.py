@@ -14,7 +14,7 @@ from typing import Any
 from prfaas.core.arrays import FloatArray, NDArray, OfLength, np
 from prfaas.core.planner.problem import Path, PlanError, PlanProblem
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.core.workload import Bins, LengthDistribution
+from prfaas.core.workload.lengths import Bins, LengthDistribution
 
 
 @dataclass(frozen=True, slots=True, eq=False)

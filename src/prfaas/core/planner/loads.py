@@ -7,7 +7,7 @@ from prfaas.core.planner.operating_point import ServiceModel
 from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
 from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, link_time
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.core.workload import EDGE, Bins, LengthDistribution
+from prfaas.core.workload.lengths import EDGE, Bins, LengthDistribution
 
 
 @dataclass(frozen=True, slots=True, eq=False)

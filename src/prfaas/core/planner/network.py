@@ -9,7 +9,7 @@ from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, 
 from prfaas.core.planner.problem import Path, PlanError, PlanProblem, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing, cleaned
 from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, joined, link_time, service_ttft
-from prfaas.core.workload import LengthDistribution
+from prfaas.core.workload.lengths import LengthDistribution
 
 # Roles are found on few bins, the routes for them on more (`routing.py`).
 _BISECTIONS = 60

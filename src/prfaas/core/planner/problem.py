@@ -12,7 +12,7 @@ from prfaas.core.arrays import OfLength
 from prfaas.core.deployment import FirstTokenSource
 from prfaas.core.planner.operating_point import CachePolicy
 from prfaas.core.units import format_s
-from prfaas.core.workload import Workload
+from prfaas.core.workload.lengths import Workload
 
 MOST_INSTANCES = 10_000
 """Of a cluster that can be planned. Far more than anyone has, and few enough for a plan to stay in memory."""

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
 from prfaas.core.pool.keys import KEY_BYTES
-from prfaas.core.prefix.events import Cleared, Event, RemovedBlocks, StoredBlocks
+from prfaas.core.prefix.events import EVENT_KINDS, Cleared, Event, RemovedBlocks, StoredBlocks
 
 Medium = Literal["memory", "ssd"]
 
@@ -16,11 +15,6 @@ _HASH_BYTES = 8
 _ABSENT, _SSD, _MEMORY = 0, 1, 2
 _MEDIA: dict[int, Medium] = {_SSD: "ssd", _MEMORY: "memory"}
 _TIERS = {medium: tier for tier, medium in _MEDIA.items()}
-_KINDS = {
-    GroupKind.FULL: "full_attention",
-    GroupKind.WINDOW: "sliding_window",
-    GroupKind.STATE: "mamba",
-}
 
 
 @dataclass(slots=True)
@@ -179,7 +173,7 @@ class AnnouncedPages:
                 [],
                 block_tokens=group.block_tokens,
                 group=group.index,
-                kind=_KINDS[group.kind],
+                kind=EVENT_KINDS[group.kind],
                 window_tokens=group.window_tokens or None,
                 medium="memory",
             )
@@ -232,7 +226,7 @@ class AnnouncedPages:
             hashes,
             block_tokens=group.block_tokens,
             group=group.index,
-            kind=_KINDS[group.kind],
+            kind=EVENT_KINDS[group.kind],
             window_tokens=group.window_tokens or None,
             medium=medium,
         )

@@ -6,13 +6,14 @@ after the other. The pages of the lead group end with an identity: what tokens t
 
 import hashlib
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
-from prfaas.core.pool.keys import KEY_BYTES
+from prfaas.core.pool.keys import KEY_BYTES, KeyChain
 
 ALIGNMENT_BYTES = 64
 """Pages and the ranks' parts begin at multiples of this: a cache line, as copies like it."""
@@ -59,6 +60,16 @@ class PageIdentity:
     """Of the block, as little-endian unsigned 32-bit integers."""
     salt: str
     adapter: str
+
+    @classmethod
+    def of(
+        cls, chain: KeyChain, token_ids: Sequence[int], block: range, salt: str, adapter: str
+    ) -> "PageIdentity":
+        """The identity of a block of a prompt: its tokens, by their places, under the prompt's keys."""
+        parent = chain.key_at(block.start) if block.start else b""
+        # Little-endian, as every machine here.
+        ids = array("I", token_ids[block.start : block.stop]).tobytes()
+        return cls(parent, ids, salt, adapter)
 
     def encode(self) -> bytes:
         """The page's trailer: the length in 4 bytes, little-endian, then msgpack."""

@@ -1,8 +1,6 @@
 """The pages that a prefix takes from one pool to another, in the order in which they are copied."""
 
 import math
-import sys
-from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -81,8 +79,7 @@ class PrefixPages:
         start, end = number * group.block_tokens, (number + 1) * group.block_tokens
         identity = None
         if index == self._geometry.lead.index:
-            parent = self._chain.key_at(start) if start else b""
-            identity = PageIdentity(parent, _packed(token_ids[start:end]), salt, adapter)
+            identity = PageIdentity.of(self._chain, token_ids, range(start, end), salt, adapter)
         return PrefixPage(
             page_id(self._chain.key_at(end), index),
             index,
@@ -107,11 +104,3 @@ def batches(pages: Sequence[PrefixPage], most_bytes: int, most_pages: int) -> li
     if run:
         runs.append(tuple(run))
     return runs
-
-
-def _packed(token_ids: Sequence[int]) -> bytes:
-    """As `PageIdentity.token_ids`."""
-    ids = array("I", token_ids)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()

@@ -5,12 +5,13 @@ which to ask for again. It does no I/O and has no clock.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 
+from prfaas.core.kv.groups import GroupKind
 from prfaas.core.prefix.hashing import block_key
 
 EngineHash = Annotated[int, msgspec.Meta(ge=0)] | Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -19,6 +20,13 @@ EngineHash = Annotated[int, msgspec.Meta(ge=0)] | Annotated[bytes, msgspec.Meta(
 
 ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Groups that keep every token."""
+
+EVENT_KINDS: Mapping[GroupKind, str] = {
+    GroupKind.FULL: "full_attention",
+    GroupKind.WINDOW: "sliding_window",
+    GroupKind.STATE: "mamba",
+}
+"""vLLM's words for our kinds of groups."""
 
 ShortText = Annotated[str, msgspec.Meta(max_length=1024)]
 GroupNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]

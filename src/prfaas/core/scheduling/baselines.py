@@ -26,7 +26,7 @@ from prfaas.core.scheduling.routing import (
     prefill_at_decode,
 )
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
-from prfaas.core.workload import edge_factor
+from prfaas.core.workload.empirical import edge_factor
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
 
 __all__ = ["NOTHING", "PoolHit", "PrefixHit", "RoutingRequest"]

@@ -4,7 +4,7 @@ import math
 from array import array
 
 from prfaas.core.arrays import FloatArray, np
-from prfaas.core.workload import Empirical
+from prfaas.core.workload.empirical import Empirical
 
 _BINS_PER_OCTAVE = 256
 _OCTAVES = 22

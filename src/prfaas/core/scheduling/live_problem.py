@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster
 from prfaas.core.scheduling.view import ClusterKind, InstanceView
-from prfaas.core.workload import LengthDistribution, Workload
+from prfaas.core.workload.lengths import LengthDistribution, Workload
 
 if TYPE_CHECKING:
     from prfaas.core.arrays import OfLength

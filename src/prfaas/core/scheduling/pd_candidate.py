@@ -19,7 +19,7 @@ from prfaas.core.scheduling.decision import RoutingRequest
 from prfaas.core.scheduling.egress import is_worth_offloading
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
-from prfaas.core.workload import edge_factor
+from prfaas.core.workload.empirical import edge_factor
 
 _by_tokens = attrgetter("held_tokens")
 

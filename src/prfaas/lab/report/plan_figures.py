@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from prfaas.core.arrays import FloatArray, np
 from prfaas.core.deployment import PlannedDeployment
-from prfaas.core.kv import KvModel, published_models
-from prfaas.core.latency import LatencyProfile, load_profile, profile_names
+from prfaas.core.kv.model import KvModel
+from prfaas.core.kv.published import published_models
+from prfaas.core.latency.files import load_profile, profile_names
+from prfaas.core.latency.profile import LatencyProfile
 from prfaas.core.planner import KvSize, OperatingPoint, Plan, PlanProblem
 from prfaas.core.planner.equations import kv_throughput_bits_per_s
 from prfaas.core.planner.two_clusters import best_threshold, evaluate

@@ -10,10 +10,9 @@ from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import OperatingPoint, PlanProblem, best_operation, problem_of_trace, range_tokens
 from prfaas.core.planner.pool_worth import TierWorth, tier_worths
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
-from prfaas.core.workload import RequestTrace
+from prfaas.core.workload.requests import RequestTrace
 from prfaas.lab.report.plan import new_table
-from prfaas.lab.simulator import PoolOptions
-from prfaas.lab.simulator.machine_pool import MachinePool, replayed
+from prfaas.lab.simulator.machine_pool import MachinePool, PoolOptions, replayed
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from prfaas.core.extras import how_to_install
-from prfaas.lab.simulator import Result
+from prfaas.lab.simulator.result import Result
 
 if TYPE_CHECKING:
     from pyarrow import Table

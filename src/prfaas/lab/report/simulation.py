@@ -11,8 +11,10 @@ from scipy.special import stdtrit
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.scheduling.parameters import Setting, shown
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
-from prfaas.lab.simulator import CacheOptions, PoolOptions, Result
+from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.simulator.pools import TIERS
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.result import Result
 from prfaas.lab.simulator.scenario import Failure
 
 if TYPE_CHECKING:

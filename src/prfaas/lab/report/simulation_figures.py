@@ -15,7 +15,7 @@ from prfaas.lab.report.simulation import (
     headline,
     stage_rows,
 )
-from prfaas.lab.simulator import Result
+from prfaas.lab.simulator.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

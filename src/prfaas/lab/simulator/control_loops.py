@@ -18,7 +18,7 @@ from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, prefill
 from prfaas.core.scheduling.rebalancing import Rebalancer, missed_prefix
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import SETTLE_S, Reason, ThresholdOptimiser
-from prfaas.core.workload import LengthDistribution, WorkloadError
+from prfaas.core.workload.lengths import LengthDistribution, WorkloadError
 from prfaas.lab.simulator.instance import Job
 from prfaas.lab.simulator.world import World
 

@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.core.latency.service_curve import ServiceCurve
-from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
+from prfaas.core.scheduling.decision import KvFacts
 from prfaas.core.scheduling.prefill_pool import PrefillPool
+from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 from prfaas.core.units import GB, SECONDS_PER_HOUR
 from prfaas.lab.simulator.answers import Answers
 from prfaas.lab.simulator.events import Events

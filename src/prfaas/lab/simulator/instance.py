@@ -5,9 +5,10 @@ from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
-from prfaas.core.scheduling import ClusterView, Decision, InstanceView
+from prfaas.core.scheduling.decision import Decision
 from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.core.scheduling.prefill_pool import PrefillPool
+from prfaas.core.scheduling.view import ClusterView, InstanceView
 from prfaas.lab.simulator.machine_pool import LoadedBytes
 from prfaas.lab.simulator.monitored_link import MonitoredLink
 from prfaas.lab.simulator.send_queue import FluidTransfer

@@ -1,8 +1,10 @@
 """Partial transfers of prefills that fail: how much has arrived, and which instance goes on from there."""
 
 from prfaas.core.link.checkpoints import checkpoint_count, checkpoint_every_tokens
-from prfaas.core.scheduling import Decision, Policy, Route, RoutingRequest, View
+from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
+from prfaas.core.scheduling.policy import Policy
 from prfaas.core.scheduling.preemption import goes_on_at_decode
+from prfaas.core.scheduling.view import View
 from prfaas.lab.simulator.instance import Job, JobStage
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.transfer import KvMoves

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prfaas.core.deployment.pool import EvictionName, PoolSettings
-from prfaas.core.kv import KvModel
 from prfaas.core.kv.groups import GroupKind, KvGroup
+from prfaas.core.kv.model import KvModel
 from prfaas.core.pool.eviction import EvictionPolicy, eviction_policy
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
 from prfaas.core.scheduling.view import MEMORY_BITS_PER_S, NETWORK_BITS_PER_S, SSD_BITS_PER_S
-from prfaas.core.workload import TracedRequest
+from prfaas.core.workload.requests import TracedRequest
 
 _ATTENTION, _STATE = 0, 1
 

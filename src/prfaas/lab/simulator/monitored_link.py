@@ -5,8 +5,7 @@ from collections.abc import Callable
 from prfaas.core.link.announced import AnnouncedLink
 from prfaas.core.link.meter import LinkMeter
 from prfaas.core.link.samples import ArrivalSample, SenderSample
-from prfaas.core.scheduling import LinkView
-from prfaas.core.scheduling.view import show
+from prfaas.core.scheduling.view import LinkView, show
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.link import FluidLink

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prfaas.core.deployment.pool import pool_names
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
-from prfaas.core.scheduling import CacheTransfer, PoolView, RoutingRequest, View
+from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
 from prfaas.core.scheduling.tiers import with_pools
+from prfaas.core.scheduling.view import PoolView, View
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.columns import Columns
 from prfaas.lab.simulator.instance import Job

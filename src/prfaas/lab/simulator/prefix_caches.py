@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.core.prefix.index import PrefixHit
 
 # Engines keep a hybrid model's states at the ends of prefill chunks; this is vLLM's usual budget of a step.

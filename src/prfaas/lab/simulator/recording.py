@@ -7,8 +7,10 @@ from pathlib import Path
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import PlanProblem, best_operation, problem_of, problem_of_trace, range_tokens
-from prfaas.core.workload import RequestTrace, TraceColumns, fixed, read_requests
 from prfaas.core.workload.arrivals import Arrivals, Poisson
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.requests import RequestTrace, read_requests
+from prfaas.core.workload.trace_columns import TraceColumns
 from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic, Traffic
 from prfaas.lab.simulator.prefix_caches import CacheOptions
 

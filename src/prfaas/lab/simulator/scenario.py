@@ -13,7 +13,7 @@ from prfaas.core.deployment import (
     Slo,
 )
 from prfaas.core.deployment.engine import mixed_chunk_tokens
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.planner.from_deployment import mapping_bits_per_s
 from prfaas.core.scheduling.threshold import ThresholdOptimiser

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from prfaas.core.deployment import PlannedCluster, PlannedDeployment
-from prfaas.core.kv import KvModel
-from prfaas.core.latency import LatencyProfile
+from prfaas.core.kv.model import KvModel
+from prfaas.core.latency.profile import LatencyProfile
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem
 

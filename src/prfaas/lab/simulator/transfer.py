@@ -1,7 +1,8 @@
 """The bytes of KV that one request sends over a link, by when they can leave."""
 
-from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
-from prfaas.core.scheduling import KvFacts
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import KvModel
+from prfaas.core.scheduling.decision import KvFacts
 
 # More than any window has.
 _MANY_TOKENS = 1 << 20

@@ -7,9 +7,11 @@ import numpy as np
 
 from prfaas.core.link.patience import late_after_s
 from prfaas.core.prefix.index import PrefixHit
-from prfaas.core.scheduling import POLICIES, CheckedPolicy, Policy, RoutingRequest, make_policy
+from prfaas.core.scheduling.checked_policy import CheckedPolicy
+from prfaas.core.scheduling.decision import RoutingRequest
 from prfaas.core.scheduling.decoders import slot_free_s
 from prfaas.core.scheduling.length_window import LengthWindow
+from prfaas.core.scheduling.policy import POLICIES, Policy, make_policy
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.waits import work_wait_s
 from prfaas.lab.simulator.answers import Answers

@@ -10,8 +10,10 @@ from prfaas.core.planner import (
     problem_of,
     range_tokens,
 )
-from prfaas.core.workload import LengthDistribution, RequestTrace, fixed
 from prfaas.core.workload.arrivals import Arrivals, Poisson
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.lengths import LengthDistribution
+from prfaas.core.workload.requests import RequestTrace
 from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic
 
 # Of `--quick`: enough to see that everything works, too few to believe.

@@ -15,7 +15,9 @@ import numpy as np
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.workload.traffic import Traffic
-from prfaas.lab.simulator import Result, ScenarioOptions, simulate
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import ScenarioOptions
+from prfaas.lab.simulator.simulation import simulate
 from prfaas.lab.studies.context import StudyContext
 
 Key = tuple[str | float, ...]

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from prfaas.core.deployment import Role
-from prfaas.core.scheduling import ClusterView, Decision, InstanceView, KvFacts, LinkView, View
+from prfaas.core.scheduling.decision import Decision, KvFacts
 from prfaas.core.scheduling.gateway_share import NOTHING_AT_INSTANCE, GatewayShare, InstanceShare
+from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 
 Clock = Callable[[], float]
 OnService = Callable[[str, int, int, float], None]

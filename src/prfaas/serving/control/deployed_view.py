@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from prfaas.core.deployment import AppliedDeployment, Instance
 from prfaas.core.latency.prefill_curves import PrefillCurves
-from prfaas.core.scheduling import InstanceView
 from prfaas.core.scheduling.decoders import slot_free_s
+from prfaas.core.scheduling.view import InstanceView
 from prfaas.core.units import GB, SECONDS_PER_HOUR
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.metrics import ControlMetrics

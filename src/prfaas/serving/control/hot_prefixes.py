@@ -8,7 +8,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from prfaas.core.prefix import PoolHit, PromptChains, PromptTokens
+from prfaas.core.prefix.hashing import PromptChains, PromptTokens
+from prfaas.core.prefix.index import PoolHit
 from prfaas.core.scheduling.rebalancing import Copy, MissedPrefix, Rebalancer, missed_prefix
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.metrics import ControlMetrics

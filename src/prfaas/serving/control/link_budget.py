@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from prfaas.core.link.budget import Claim, paces
 from prfaas.core.link.samples import SenderSample
-from prfaas.core.scheduling import LinkView
+from prfaas.core.scheduling.view import LinkView
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.part import Part

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import AppliedDeployment, Instance
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.core.latency.prefill_curves import PrefillCurves
 from prfaas.core.prefix.digests import HeldEvent
 from prfaas.core.prefix.hashing import seed_of
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling.decision import Decision
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OnService, OpenPrefill
 from prfaas.serving.control.compatibility import Compatibility

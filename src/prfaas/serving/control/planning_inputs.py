@@ -10,29 +10,16 @@ from prfaas.core.deployment import Cluster, Deployment, Instance, Link
 from prfaas.core.deployment.peers import joins_pools
 from prfaas.core.deployment.source import read_source
 from prfaas.core.deployment.speculation import counted_model, kept_model
-from prfaas.core.kv import (
-    CompressedAttention,
-    ConfigError,
-    DrafterError,
-    KvModel,
-    model_on_wire,
-    published_models,
-)
+from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.drafters import DrafterError
+from prfaas.core.kv.layers import CompressedAttention
+from prfaas.core.kv.model import KvModel, model_on_wire
+from prfaas.core.kv.published import published_models
 from prfaas.core.kv.told import read_told_layers
 from prfaas.core.latency.prefill_curves import PrefillCurves
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
-from prfaas.core.scheduling import (
-    ClusterView,
-    InstanceView,
-    KvFacts,
-    LinkView,
-    Policy,
-    PolicyError,
-    PoolView,
-    View,
-    make_policy,
-)
+from prfaas.core.scheduling.decision import KvFacts
 from prfaas.core.scheduling.live_problem import (
     ClusterFacts,
     LinkFacts,
@@ -40,8 +27,11 @@ from prfaas.core.scheduling.live_problem import (
     prefill_instances,
     problem_now,
 )
+from prfaas.core.scheduling.parameters import PolicyError
+from prfaas.core.scheduling.policy import Policy, make_policy
+from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, PoolView, View
 from prfaas.core.units import GB, SECONDS_PER_HOUR
-from prfaas.core.workload import LengthDistribution
+from prfaas.core.workload.lengths import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from msgspec.structs import replace
 
 from prfaas.core.deployment import Instance
-from prfaas.core.prefix import PromptChains
-from prfaas.core.scheduling import Decision
+from prfaas.core.prefix.hashing import PromptChains
+from prfaas.core.scheduling.decision import Decision
 from prfaas.core.scheduling.gateway_share import (
     NOTHING_AT_CLUSTER,
     NOTHING_AT_INSTANCE,

@@ -8,18 +8,12 @@ from typing import Any
 from msgspec import structs
 
 from prfaas.core.deployment import Instance
-from prfaas.core.kv import KvModel
-from prfaas.core.prefix import (
-    NOTHING,
-    GlobalIndex,
-    MediaItem,
-    PoolHit,
-    PrefixHit,
-    PromptChains,
-    PromptTokens,
-)
+from prfaas.core.kv.model import KvModel
 from prfaas.core.prefix.digests import HeldEvent, RemovedHashes, StoredDigests
-from prfaas.core.scheduling import Decision, KvFacts, RoutingRequest, with_pools
+from prfaas.core.prefix.hashing import MediaItem, PromptChains, PromptTokens
+from prfaas.core.prefix.index import NOTHING, GlobalIndex, PoolHit, PrefixHit
+from prfaas.core.scheduling.decision import Decision, KvFacts, RoutingRequest
+from prfaas.core.scheduling.tiers import with_pools
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_reading import EngineReading
 from prfaas.serving.control.metrics import ControlMetrics

@@ -19,7 +19,7 @@ from prfaas.core.scheduling.allocation import (
 )
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
-from prfaas.core.workload import WorkloadError
+from prfaas.core.workload.lengths import WorkloadError
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.part import Json, Part

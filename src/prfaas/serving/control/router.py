@@ -8,9 +8,12 @@ import prometheus_client
 
 from prfaas.core.deployment import AppliedDeployment
 from prfaas.core.deployment.types import BUILT_IN_POLICIES, DEFAULT_POLICY
-from prfaas.core.prefix import PromptChains
-from prfaas.core.scheduling import CheckedPolicy, Decision, Policy, Route, RoutingRequest, View, make_policy
+from prfaas.core.prefix.hashing import PromptChains
+from prfaas.core.scheduling.checked_policy import CheckedPolicy
+from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
+from prfaas.core.scheduling.policy import Policy, make_policy
 from prfaas.core.scheduling.routing import prefill_at_decode
+from prfaas.core.scheduling.view import View
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.metrics import ControlMetrics

@@ -12,7 +12,7 @@ from prfaas.core.deployment import AppliedDeployment
 from prfaas.core.planner import PlanError
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.threshold import SETTLE_S, Reason, ThresholdChange, ThresholdOptimiser
-from prfaas.core.workload import TruncatedLogNormal, WorkloadError
+from prfaas.core.workload.lengths import TruncatedLogNormal, WorkloadError
 from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part

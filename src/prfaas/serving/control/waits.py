@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView
+from prfaas.core.scheduling.decision import Decision
 from prfaas.core.scheduling.decoders import learnt_slot_s
-from prfaas.core.scheduling.view import may_sample
+from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, may_sample
 from prfaas.core.scheduling.waits import least_prefill_wait_s, work_wait_s
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter

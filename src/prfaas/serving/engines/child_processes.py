@@ -81,8 +81,8 @@ class ChildProcesses(ABC):
         """Where one answers once it is ready."""
 
     @abstractmethod
-    def _answers(self, name: str) -> bool:
-        """True if one answers there."""
+    def answers(self, name: str) -> bool:
+        """True if one answers there now."""
 
     def start(self, name: str | None = None) -> None:
         """Start one, or all, as `restart`."""
@@ -117,7 +117,7 @@ class ChildProcesses(ABC):
             for name in tuple(waiting):
                 elapsed_s = time.monotonic() - self._started_s[name]
                 self._check_alive(name)
-                is_ready = self._answers(name)
+                is_ready = self.answers(name)
                 if is_ready:
                     waiting.remove(name)
                 if on_progress is not None:

@@ -11,7 +11,8 @@ from urllib.parse import quote
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.deployment.peers import peers_of, plain_peers_of, sources_of
-from prfaas.core.kv import CacheDtypes, KvModel
+from prfaas.core.kv.dtypes import CacheDtypes
+from prfaas.core.kv.model import KvModel
 from prfaas.core.units import GIB
 from prfaas.serving.engines.data_parallel import given_endpoint, rank_of, rank_options
 from prfaas.serving.secret_files import load_headers

@@ -1,33 +1,22 @@
-"""What of the engines on this machine is started, restarted and ended as one."""
+"""What of the engines on this machine is started, restarted and ended as one.
+
+A unit is an engine, or the ranks of a data-parallel group that run on this machine: none computes without the others.
+"""
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.engines.running import RunningEngines
 
 
-@dataclass(frozen=True, slots=True)
-class EngineUnit:
-    """An engine, or the ranks of a data-parallel group that run on this machine: none computes without the others."""
-
-    name: str
-    """The engine's, or "group" and the group's."""
-    engines: tuple[Instance, ...]
-
-
 def unit_name(instance: Instance) -> str:
-    """The name of the unit that an engine is in."""
+    """The name of the unit that an engine is in: the engine's, or "group" and the group's."""
     return instance.name if instance.data_parallel is None else f"group {instance.data_parallel}"
 
 
-def units_of(instances: Iterable[Instance]) -> tuple[EngineUnit, ...]:
-    """These engines as units, in their order."""
-    units: dict[str, tuple[Instance, ...]] = {}
-    for instance in instances:
-        name = unit_name(instance)
-        units[name] = (*units.get(name, ()), instance)
-    return tuple(EngineUnit(name, engines) for name, engines in units.items())
+def units_of(instances: Iterable[Instance]) -> tuple[str, ...]:
+    """The names of the units of these engines, in their order."""
+    return tuple(dict.fromkeys(map(unit_name, instances)))
 
 
 class RunningUnits:
@@ -68,9 +57,9 @@ class RunningUnits:
         for engine in self._of(name):
             self._engines.kill(engine)
 
-    def answers_health(self, unit: EngineUnit, /) -> bool:
+    def answers(self, name: str) -> bool:
         """True if all servers of a unit say that they are healthy."""
-        return all(map(self._engines.answers_health, unit.engines))
+        return all(map(self._engines.answers, self._of(name)))
 
     def _ended(self, name: str) -> list[str]:
         return [engine for engine in self._of(name) if not self._engines.is_running(engine)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, DeploymentDifference, Instance
 from prfaas.serving.engines import EngineError
-from prfaas.serving.engines.engine_units import EngineUnit, unit_name, units_of
+from prfaas.serving.engines.engine_units import unit_name, units_of
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.supervisor import LOOK_EVERY_S, Supervisor
 from prfaas.serving.reloading import ReloadRefusedError
@@ -19,7 +19,7 @@ class FollowingEngines:
     def __init__(
         self,
         engines: RunningEngines,
-        supervisor: Supervisor[EngineUnit],
+        supervisor: Supervisor,
         tell: Callable[[str], None],
         runs_here: Callable[[Instance], bool] = lambda _: True,
     ) -> None:

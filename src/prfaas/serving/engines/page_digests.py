@@ -105,19 +105,24 @@ class KnownSums:
 class DigestPlan:
     """Places of pages' digests in transfers: in one more region, by groups, then by blocks, then by layers.
 
-    So what a chunk of a prefill completes lies together, and can leave with the chunk.
+    So what a chunk of a prefill completes lies together, and can leave with the chunk. A plan that is not `digested` is
+    of transfers whose pages travel without: it has the same regions, and no more.
     """
 
-    def __init__(self, regions: Sequence[Region], layers: Sequence[str], rank: int) -> None:
+    def __init__(
+        self, regions: Sequence[Region], layers: Sequence[str], rank: int, *, digested: bool = True
+    ) -> None:
         """
         Args:
             regions: of a transfer, in its order.
             layers: the name of each region's layer (with the number of the tensor, if a layer has several).
             rank: the tensor-parallel rank of this engine process.
+            digested: pages travel with digests.
         """
         self.regions = tuple(regions)
         self.layers = tuple(layers)
         self.rank = rank
+        self.digested = digested
 
     def region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
         """Sizes of all regions of a transfer, the digests' at the end.
@@ -126,6 +131,8 @@ class DigestPlan:
             ValueError: there can be no such transfer.
         """
         pages = region_bytes(self.regions, num_tokens, skip_tokens)
+        if not self.digested:
+            return pages
         return [*pages, DIGEST_BYTES * _places(self.regions, num_tokens, skip_tokens)[1]]
 
     def usable_tokens(
@@ -143,6 +150,8 @@ class DigestPlan:
         self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]
     ) -> Callable[[int, int], int]:
         """(region, start) → where the bytes of pages end that have come from there on, and their digests too."""
+        if not self.digested:
+            return covered_end
         places, _ = _places(self.regions, num_tokens, skip_tokens)
 
         def end(index: int, start: int) -> int:
@@ -162,9 +171,8 @@ class DigestPlan:
         kinds = [region.group.kind is not GroupKind.FULL for region in self.regions]
         if not any(kinds):
             raise ValueError("these layers have no checkpoints")
-        return DigestPlan(
-            tuple(compress(self.regions, kinds)), tuple(compress(self.layers, kinds)), self.rank
-        )
+        regions, layers = compress(self.regions, kinds), compress(self.layers, kinds)
+        return DigestPlan(tuple(regions), tuple(layers), self.rank, digested=self.digested)
 
     def checkpoint_bytes(self, num_tokens: int) -> list[int]:
         """Sizes of all regions of a checkpoint after so many tokens; raises as `checkpoint`."""
@@ -176,15 +184,17 @@ class DigestPlan:
 
 
 class TransferDigests:
-    """The digests of one transfer: their places, and what they must be."""
+    """The digests of one transfer: their places, and what they must be. Of one without them, nothing is checked."""
 
     def __init__(self, plan: DigestPlan, transfer_id: bytes, num_tokens: int, skip_tokens: int) -> None:
         self.region = len(plan.regions)
         """Number of the region in which they travel."""
         self._plan = plan
         self._transfer_id = transfer_id
+        self.is_empty = not plan.digested
+        """Pages travel without."""
         self.places, pages = _places(plan.regions, num_tokens, skip_tokens)
-        self.nbytes = DIGEST_BYTES * pages
+        self.nbytes = 0 if self.is_empty else DIGEST_BYTES * pages
         """Size of the region."""
         self._sent: Sums | None = None
 
@@ -211,6 +221,8 @@ class TransferDigests:
         Raises:
             PageDigestError: one differs.
         """
+        if self.is_empty:
+            return
         if self._sent is None:
             self._sent = np.frombuffer(
                 b"".join(staged.region_views(self.region, 0, self.nbytes)), dtype="<u8"
@@ -298,6 +310,8 @@ class DigestSource:
     def __init__(self, digests: TransferDigests) -> None:
         self.region = digests.region
         self.nbytes = digests.nbytes
+        self.is_empty = digests.is_empty
+        """Pages travel without: nothing is noted, and nothing given out."""
         self._digests = digests
         self._parts: list[tuple[int, int, PendingSums, int]] = []
         # Up to where digests were given out, by the start of their group; a group of nothing has none.
@@ -305,12 +319,14 @@ class DigestSource:
 
     def add(self, region: int, first_block: int, sums: PendingSums, blocks: int) -> None:
         """Note the sums of so many consecutive blocks, the next ones of their region."""
-        if blocks:
+        if blocks and not self.is_empty:
             self._parts.append((region, first_block, sums, blocks))
 
     def take(self, *, final: bool) -> list[DigestRun]:
         """What was noted since the last call. Before the `final` one only blocks of which every layer is there."""
         runs: list[DigestRun] = []
+        if self.is_empty:
+            return runs
         starts = sorted(self._given)
         for start, last in zip(starts, [*starts[1:], self.nbytes // DIGEST_BYTES], strict=True):
             begun, end = self._given[start], last if final else self._complete_end(start)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prfaas.core.deployment import CERTIFICATE_NAMES, Cluster, Deployment, Instance, ModelSource, is_loopback
 from prfaas.core.extras import how_to_install
-from prfaas.core.kv import FullAttention, LinearState
+from prfaas.core.kv.layers import FullAttention, LinearState
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.fetching import FetchReport, LoggedFetch
 from prfaas.serving.secret_files import KeyFileError, TlsFileError, make_private_folder

@@ -136,9 +136,9 @@ class RunningEngines(ChildProcesses):
         del self._groups[instance.name]
         self._killed.discard(instance.name)
 
-    def answers_health(self, instance: Instance) -> bool:
-        """True if the instance's server says that it is healthy."""
-        return self._ask(instance, "GET", "/health") == 200
+    def answers(self, name: str) -> bool:
+        """True if an engine's server says that it is healthy."""
+        return self._ask(self.deployment.instance(name), "GET", "/health") == 200
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End all, as `ChildProcesses.stop`."""
@@ -185,9 +185,6 @@ class RunningEngines(ChildProcesses):
 
     def _address(self, name: str) -> str:
         return f"{self.deployment.instance(name).url}/health"
-
-    def _answers(self, name: str) -> bool:
-        return self.answers_health(self.deployment.instance(name))
 
     def _ask(self, instance: Instance, method: str, path: str) -> int | None:
         """Ask an engine's HTTP server; the status of its answer, None where there is none."""

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from prfaas.serving.engines import EngineError
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
@@ -35,18 +35,7 @@ class RestartLimits:
         return min(self.first_wait_s * 2.0 ** min(restarts, 60), self.longest_wait_s)
 
 
-class Named(Protocol):
-    """An instance or a pool, by its name."""
-
-    @property
-    def name(self) -> str: ...
-
-
-_N = TypeVar("_N", bound=Named)
-_W = TypeVar("_W", bound=Named, contravariant=True)
-
-
-class Running(Protocol[_W]):
+class Running(Protocol):
     """The part of `ChildProcesses` that the supervisor uses."""
 
     def is_running(self, name: str) -> bool: ...
@@ -57,12 +46,11 @@ class Running(Protocol[_W]):
 
     def kill(self, name: str) -> None: ...
 
-    def answers_health(self, each: _W, /) -> bool: ...
+    def answers(self, name: str) -> bool: ...
 
 
 @dataclass(slots=True)
-class _Watched(Generic[_N]):
-    what: _N
+class _Watched:
     restarts: int = 0
     due_s: float | None = None
     """When it is to be started again; None while it runs or is given up."""
@@ -75,13 +63,13 @@ class _Watched(Generic[_N]):
     """It has not been started yet, or has not answered since."""
 
 
-class Supervisor(Generic[_N]):
+class Supervisor:
     """Watches the engines or the pools of one deployment on this machine. Belongs to one event loop's thread."""
 
     def __init__(
         self,
-        running: Running[_N],
-        watched: Collection[_N],
+        running: Running,
+        watched: Collection[str],
         limits: RestartLimits,
         tell: Callable[[str], None],
         *,
@@ -92,14 +80,14 @@ class Supervisor(Generic[_N]):
 
         Args:
             running: which ends and starts them.
-            watched: instances or pools.
+            watched: names of engines, or units of them, or of pools.
             limits: how often and how soon.
             tell: called with every sentence that an operator should read.
             kind: what they are, in those sentences.
             clock: seconds that never go back.
         """
         self._running = running
-        self._watched = {each.name: _Watched(each) for each in watched}
+        self._watched = {name: _Watched() for name in watched}
         self._kind = kind
         self._limits = limits
         self._tell = tell
@@ -110,10 +98,10 @@ class Supervisor(Generic[_N]):
         """Names of those that are not started again any more."""
         return [name for name, each in self._watched.items() if each.given_up]
 
-    def watch(self, what: _N) -> None:
+    def watch(self, name: str) -> None:
         """Start one more, and watch it; nothing where it is watched already."""
-        if what.name not in self._watched:
-            self._watched[what.name] = _Watched(what, due_s=self._clock(), is_new=True)
+        if name not in self._watched:
+            self._watched[name] = _Watched(due_s=self._clock(), is_new=True)
 
     def leave(self, name: str) -> None:
         """Watch one no longer: it is to end."""
@@ -149,7 +137,7 @@ class Supervisor(Generic[_N]):
             elif each.sound_s is not None and self._clock() >= each.sound_s:
                 each.restarts, each.sound_s = 0, None
 
-    def _ended(self, name: str, each: _Watched[_N]) -> None:
+    def _ended(self, name: str, each: _Watched) -> None:
         how = self._running.ended_how(name)
         each.started_s = each.sound_s = None
         if each.restarts >= self._limits.most:
@@ -192,9 +180,9 @@ class Supervisor(Generic[_N]):
             self._watched[name].given_up = True
             self._watched[name].started_s = None
 
-    async def _ask(self, name: str, each: _Watched[_N]) -> None:
+    async def _ask(self, name: str, each: _Watched) -> None:
         assert each.started_s is not None
-        if await asyncio.to_thread(self._running.answers_health, each.what):
+        if await asyncio.to_thread(self._running.answers, name):
             again = "" if each.is_new else " again"
             each.is_new = False
             self._tell(f"{self._kind} {name} is ready{again} after {self._clock() - each.started_s:.0f} s")

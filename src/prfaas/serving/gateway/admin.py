@@ -14,7 +14,7 @@ from aiohttp import web
 
 from prfaas.core.deployment import DeploymentError, Instance, is_loopback
 from prfaas.core.explanation import sentences
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.serving.console.history import StateHistory
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.console import PAGE_PATH, Console

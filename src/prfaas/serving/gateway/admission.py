@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from prfaas.core.deployment import GatewayLimits
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling.decision import Decision
 from prfaas.serving.control.waits import PredictedWaits
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.prompts.request import Headers

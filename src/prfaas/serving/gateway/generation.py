@@ -8,7 +8,8 @@ from functools import partial
 
 from aiohttp import web
 
-from prfaas.core.scheduling import Decision, NoDecodeInstanceError
+from prfaas.core.scheduling.decision import Decision
+from prfaas.core.scheduling.view import NoDecodeInstanceError
 from prfaas.serving.gateway.admission import AdmittedRequest
 from prfaas.serving.gateway.answers.answering import Answering
 from prfaas.serving.gateway.answers.streams import ResponseWriter

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from prfaas.core.deployment import LocalTransfer
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling.decision import Decision
 from prfaas.serving.gateway.bodies import ApiError, reason_of
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.logs import REQUEST_ID

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
 from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment, GatewayConfig
 from prfaas.core.deployment.addresses import is_loopback
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.console.history import StateHistory
 from prfaas.serving.control.plane import LivePlane

@@ -9,8 +9,8 @@ from itertools import count
 from typing import Any
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.kv import KvModel
-from prfaas.core.scheduling import Decision
+from prfaas.core.kv.model import KvModel
+from prfaas.core.scheduling.decision import Decision
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.request_log import Attempt, RequestRecord, TransferredBytes
 

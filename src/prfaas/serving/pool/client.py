@@ -274,13 +274,8 @@ class PoolClient:
         """Compare every page's bytes with its checksums, and drop wrong pages. None if the pool cannot answer."""
         return self._figures(protocol.Verify(), _TOOL_TIMEOUT_S)
 
-    def page_state(self, slot: int) -> PageState:
-        """State of a page that a match or reservation gave; FREE once the slot has another use."""
-        arena = self._arena
-        return PageState.FREE if arena is None else arena.table.state(slot)
-
     def page_states(self, pages: Sequence[protocol.PageRef]) -> npt.NDArray[np.uint8]:
-        """States of several pages, as numbers: see `page_state`."""
+        """States of pages that a match or reservation gave, as numbers; FREE once the slot has another use."""
         arena = self._arena
         if arena is None:
             return np.full(len(pages), PageState.FREE, np.uint8)
@@ -310,7 +305,7 @@ class PoolClient:
         """Guard for every copy into the arena. False: the epoch is over, nothing may be written.
 
         A session is opened only while no copy is inside, so the daemon knows that earlier copies have ended. Check
-        `page_state` inside: only WRITING pages may be written.
+        `page_states` inside: only WRITING pages may be written.
         """
         with self._copies_changed:
             self._copies += 1

@@ -159,29 +159,7 @@ class PoolConnection:
         self._host.used()
         match request:
             case protocol.Match():
-                found = store.match(
-                    session,
-                    request.chain,
-                    request.start_tokens,
-                    request.limit_tokens,
-                    whole=request.whole,
-                    pin=request.pin,
-                )
-                return protocol.Matched(
-                    found.pin,
-                    found.usable_tokens,
-                    found.attention_tokens,
-                    found.memory_tokens,
-                    [
-                        (
-                            group,
-                            first,
-                            protocol.packed([page.slot for page in pages]),
-                            protocol.packed([page.offset for page in pages]),
-                        )
-                        for group, first, pages in found.pages
-                    ],
-                )
+                return store.match(session, request)
             case protocol.Reserve():
                 refs = store.reserve(request.tenant, _pages(request), session)
                 return protocol.Reserved(

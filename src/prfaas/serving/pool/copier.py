@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
-from prfaas.serving.transport import Observer, Ticket, TransferClass, prompt_digest
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.requests import MAX_COPIED_TOKENS, CopyOrder, CopyResult
-from prfaas.serving.transport.ticket import TransferAttributes
+from prfaas.serving.transport.ticket import Ticket, TransferAttributes, TransferClass, prompt_digest
 from prfaas.serving.transport.wire import WireError, read_body
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ verified when they are read, that costs a read and never serves wrong bytes.
 import os
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -115,7 +115,7 @@ class Journal:
         self._end = _HEADER_BYTES
         for place, record in self._records(data):
             pages.pop(record.page_id, None)
-            self._forget(record.page_id)
+            self.forget(record.page_id)
             if isinstance(record, JournalPage):
                 pages[record.page_id] = record
                 self._remember(record.page_id, place)
@@ -137,7 +137,9 @@ class Journal:
             place = _Place(self._end + len(data), _RECORD.size + len(body))
             data += _RECORD.pack(_MAGIC, len(body), xxh3_64_intdigest(body)) + body
             places.append((record, place))
-        self.forget(record.page_id for record in records if isinstance(record, JournalDrop))
+        for record in records:
+            if isinstance(record, JournalDrop):
+                self.forget(record.page_id)
         if self._end + len(data) > min(self._most_bytes, _FEW_BYTES + 3 * self._live_bytes):
             self.rewrite()
             places = [
@@ -148,14 +150,15 @@ class Journal:
         os.fdatasync(self._fd)
         self._end += len(data)
         for record, place in places:
-            self._forget(record.page_id)
+            self.forget(record.page_id)
             if isinstance(record, JournalPage):
                 self._remember(record.page_id, place)
 
-    def forget(self, page_ids: Iterable[bytes]) -> None:
-        """Drop pages in memory; the file follows when it is rewritten."""
-        for page_id in page_ids:
-            self._forget(page_id)
+    def forget(self, page_id: bytes) -> None:
+        """Drop a page in memory, if it is there; the file follows when it is rewritten."""
+        place = self._live.pop(page_id, None)
+        if place is not None:
+            self._live_bytes -= place.size_bytes
 
     def forget_all(self) -> None:
         """Drop every page in memory; the file follows when it is rewritten."""
@@ -243,11 +246,6 @@ class Journal:
     def _remember(self, page_id: bytes, place: _Place) -> None:
         self._live[page_id] = place
         self._live_bytes += place.size_bytes
-
-    def _forget(self, page_id: bytes) -> None:
-        place = self._live.pop(page_id, None)
-        if place is not None:
-            self._live_bytes -= place.size_bytes
 
 
 def _decoded(data: bytes, position: int) -> tuple[int, _Record] | None:

@@ -47,9 +47,9 @@ class RunningPools(ChildProcesses):
     def _all_names(self) -> Iterable[str]:
         return (node.name for node in self.deployment.pools)
 
-    def answers_health(self, node: PoolNode) -> bool:
-        """True if the pool's daemon takes a session at its socket."""
-        path = self.deployment.pool_socket(node)
+    def answers(self, name: str) -> bool:
+        """True if a pool's daemon takes a session at its socket."""
+        path = self.deployment.pool_socket(self.deployment.pool_named(name))
         if not path.exists():
             return False
         client = PoolClient(path, "tool", None, timeout_s=_ANSWER_S)
@@ -60,6 +60,3 @@ class RunningPools(ChildProcesses):
 
     def _address(self, name: str) -> str:
         return str(self.deployment.pool_socket(self.deployment.pool_named(name)))
-
-    def _answers(self, name: str) -> bool:
-        return self.answers_health(self.deployment.pool_named(name))

@@ -33,38 +33,34 @@ class SsdFiles(NamedTuple):
     found: list[JournalPage]
 
 
-@dataclass(frozen=True, slots=True)
-class SsdLayout:
-    """Places and limits of the files."""
+def open_files(
+    folder: Path, digest: bytes, page_bytes: Mapping[int, int], *, pages_bytes: int, journal_bytes: int
+) -> SsdFiles:
+    """Open both files, and remove those of other models in the folder.
 
-    folder: Path
-    name: str
-    digest: bytes
-    """Of the geometry."""
-    pages_bytes: int
-    journal_bytes: int
+    Args:
+        folder: Where they are; it is made.
+        digest: Of the geometry.
+        page_bytes: Of a page, by the number of its group.
+        pages_bytes: Size of the file of pages.
+        journal_bytes: What the journal may take.
 
-    def open(self, page_bytes: Mapping[int, int]) -> SsdFiles:
-        """Open both files, and remove those of other models in the folder.
-
-        Args:
-            page_bytes: Of a page, by the number of its group.
-
-        Raises:
-            OSError: the files can't be used, or there is no room for them.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for other in self.folder.iterdir():
-            if other.stem != self.name and other.suffix in (".pages", ".journal", ".new"):
-                other.unlink()
-        pages = PageFile(self.folder / f"{self.name}.pages", self.pages_bytes)
-        journal = Journal(self.folder / f"{self.name}.journal", self.digest, self.journal_bytes)
-        found = []
-        for page in journal.open():
-            size = page_bytes.get(page.page_id[-1])
-            if size is not None and 0 <= page.offset <= pages.bytes_before - stored_bytes(size):
-                found.append(page)
-        return SsdFiles(pages, journal, found)
+    Raises:
+        OSError: the files can't be used, or there is no room for them.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    name = digest.hex()
+    for other in folder.iterdir():
+        if other.stem != name and other.suffix in (".pages", ".journal", ".new"):
+            other.unlink()
+    pages = PageFile(folder / f"{name}.pages", pages_bytes)
+    journal = Journal(folder / f"{name}.journal", digest, journal_bytes)
+    found = []
+    for page in journal.open():
+        size = page_bytes.get(page.page_id[-1])
+        if size is not None and 0 <= page.offset <= pages.bytes_before - stored_bytes(size):
+            found.append(page)
+    return SsdFiles(pages, journal, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +233,11 @@ class SsdWriter:
     def _refuse(self, orders: Sequence[_Order]) -> None:
         """Report orders that were not carried out; dropped pages must not come back with the journal."""
         if self.files is not None:
-            journal = self.files.journal
-            journal.forget(order.page_id for order in orders if isinstance(order, JournalDrop))
-            if any(isinstance(order, _Clear) for order in orders):
-                journal.forget_all()
+            for order in orders:
+                if isinstance(order, JournalDrop):
+                    self.files.journal.forget(order.page_id)
+                elif isinstance(order, _Clear):
+                    self.files.journal.forget_all()
         writes = [order for order in orders if isinstance(order, SsdWrite)]
         self._report(writes, [None] * len(writes))
 

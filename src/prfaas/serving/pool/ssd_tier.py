@@ -18,7 +18,7 @@ from prfaas.core.pool.geometry import PageIdentity, PoolGeometry, whole_sectors
 from prfaas.core.pool.keys import page_id as page_id_of
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.journal import JournalPage, most_record_bytes
-from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
+from prfaas.serving.pool.ssd_background import SsdRead, SsdReaders, SsdWrite, SsdWriter, open_files
 from prfaas.serving.pool.ssd_file import Bytes, FileSlots, PageRead, PageWrite, stored_bytes
 
 InLoop: TypeAlias = Callable[[Callable[[], None]], None]
@@ -162,16 +162,15 @@ class FileTier:
         self._eviction = self._no_eviction()
         self._counts = dict.fromkeys(("written_bytes", "read_bytes", "not_written", "evicted", "wrong"), 0)
         self._promoting = BusyClock()
-        layout = SsdLayout(
-            folder=options.folder,
-            name=geometry.digest().hex(),
-            digest=geometry.digest(),
+        files = partial(
+            open_files,
+            options.folder,
+            geometry.digest(),
+            self._page_bytes,
             pages_bytes=self._slots.file_bytes,
             journal_bytes=int(2 * record_share * self._slots.file_bytes) + _HEADERS_BYTES,
         )
-        self._writer = SsdWriter(
-            lambda: layout.open(self._page_bytes), in_loop, self._found_later, options.retry_s
-        )
+        self._writer = SsdWriter(files, in_loop, self._found_later, options.retry_s)
         self._recovered = self._held_again(self._writer.start())
         self._readers = SsdReaders(self._writer.pages_file, in_loop, _READERS)
         self._recovery_s = time.monotonic() - started

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from prfaas.serving.pool.arena import Arena
 from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
 from prfaas.serving.pool.page_table import Owner, PageState, row_of
-from prfaas.serving.pool.protocol import PageRef, SessionKind
+from prfaas.serving.pool.protocol import Match, Matched, PageRef, SessionKind, packed
 from prfaas.serving.pool.reservations import Reservations
 from prfaas.serving.pool.ssd_tier import FileTier, SsdEntry
 
@@ -56,16 +56,6 @@ class PoolCounters:
 
 NeededPages: TypeAlias = tuple[int, int, list[PoolPage]]
 """Group, first block, and its pages from there on."""
-
-
-class StoreMatch(NamedTuple):
-    """A match with the store's own pages; `PoolMatch` has their slots and offsets instead."""
-
-    pin: int
-    usable_tokens: int
-    attention_tokens: int
-    memory_tokens: int
-    pages: Sequence[NeededPages]
 
 
 class StoreSession:
@@ -211,43 +201,39 @@ class PageStore:
         if session.kind == "worker" and writes_no_more:
             self.reservations.worker_ended(session.owner, session.rank, session)
 
-    def match(
-        self,
-        session: StoreSession,
-        chain: bytes,
-        start_tokens: int,
-        limit_tokens: int,
-        *,
-        whole: bool,
-        pin: bool,
-    ) -> StoreMatch:
+    def match(self, session: StoreSession, asked: Match) -> Matched:
         """Look up a prompt, as `PoolClient.match`. With `pin`, pages that are on SSD only are read into memory.
 
         Raises:
-            ValueError: an argument makes no sense.
+            ValueError: a field makes no sense.
         """
+        chain, start_tokens, limit_tokens = asked.chain, asked.start_tokens, asked.limit_tokens
         if len(chain) % KEY_BYTES or start_tokens < 0:
             raise ValueError(f"a chain of {len(chain)} bytes from token {start_tokens} on is not possible")
         self.counters.lookups += 1
         keys: list[bytes] = np.frombuffer(chain, f"V{KEY_BYTES}").tolist()
-        groups = self.geometry.groups if whole else self._full
+        groups = self.geometry.groups if asked.whole else self._full
         if start_tokens >= min(limit_tokens, len(keys) * self._step_tokens):
-            return StoreMatch(0, 0, start_tokens // self._step_tokens * self._step_tokens, 0, ())
+            return Matched(0, 0, start_tokens // self._step_tokens * self._step_tokens, 0, [])
         found = usable_end(groups, keys, self._step_tokens, self.held, start_tokens, limit_tokens)
-        if not pin or not found.usable_tokens:
-            return StoreMatch(0, found.usable_tokens, found.attention_tokens, 0, ())
+        if not asked.pin or not found.usable_tokens:
+            return Matched(0, found.usable_tokens, found.attention_tokens, 0, [])
         needed = self._needed(groups, keys, start_tokens, found.usable_tokens)
         if not self._pin_all([page for _, _, pages in needed for page in pages]):
             in_memory = {group: ReadablePages(pages) for group, pages in self.held.items()}
             found = usable_end(groups, keys, self._step_tokens, in_memory, start_tokens, limit_tokens)
             if not found.usable_tokens:
-                return StoreMatch(0, 0, found.attention_tokens, 0, ())
+                return Matched(0, 0, found.attention_tokens, 0, [])
             needed = self._needed(groups, keys, start_tokens, found.usable_tokens)
             self._pin_all([page for _, _, pages in needed for page in pages])
         number = next(self._pin_numbers)
         session.pins[number] = [page for _, _, pages in needed for page in pages]
         memory_tokens = self._count_hit(needed, start_tokens, found.usable_tokens)
-        return StoreMatch(number, found.usable_tokens, found.attention_tokens, memory_tokens, needed)
+        pages = [
+            (group, first, packed([page.slot for page in pages]), packed([page.offset for page in pages]))
+            for group, first, pages in needed
+        ]
+        return Matched(number, found.usable_tokens, found.attention_tokens, memory_tokens, pages)
 
     def unpin_match(self, session: StoreSession, number: int) -> None:
         """Release the pages of a match; an unknown number is ignored."""

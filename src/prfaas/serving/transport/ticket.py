@@ -24,7 +24,7 @@ from typing import Self
 
 import msgspec
 
-from prfaas.core.prefix import MediaItem
+from prfaas.core.prefix.hashing import MediaItem
 from prfaas.serving.secret_files import KeyFileError
 
 KEY_BYTES = 32

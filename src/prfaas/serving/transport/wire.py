@@ -394,3 +394,16 @@ class TransferStatus:
             skip_tokens=0,
             dropped=dropped,
         )
+
+
+def load_obstacle(status: TransferStatus | None, usable_tokens: int = 0) -> str:
+    """Why a transfer, or its first so many tokens, could not be taken and never will be; "" while they may still be."""
+    if status is None:
+        return "its transfer is unknown or has expired"
+    if status.phase is TransferPhase.FAILED:
+        return f"its transfer failed: {status.reason}"
+    if status.taken:
+        return "its transfer was used already"
+    if usable_tokens and status.phase is TransferPhase.COMPLETE:
+        return f"the checkpoint after {usable_tokens} tokens had to make room"
+    return ""

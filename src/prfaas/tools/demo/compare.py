@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from prfaas.core.kv import FullAttention, Group, KvModel, LinearState
+from prfaas.core.kv.layers import FullAttention, LinearState
+from prfaas.core.kv.model import Group, KvModel
 
 # Block sizes that vLLM uses or may be told to use, in tokens.
 _PAGE_TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.core.units import BITS_PER_BYTE, MIB, format_bits_per_s
 from prfaas.tools.demo.prompts import LONGEST_TOKENS
 

@@ -10,7 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.kv import KvModel, model_from_config
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.model import KvModel
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s, transfer_s
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.tools.demo.client import DemoAnswer

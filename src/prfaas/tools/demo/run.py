@@ -9,7 +9,7 @@ from typing import Protocol
 import aiohttp
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.serving.engines.child_processes import READY_TIMEOUT_S, StartProgress
 from prfaas.serving.engines.preparation import ensure_model
 from prfaas.serving.engines.running import RunningEngines

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from prfaas.core.kv import KvModel
+from prfaas.core.kv.model import KvModel
 from prfaas.core.units import format_bytes, format_s
 from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.compare import Comparison, Equality, Pages, are_equal, compare, expected_bytes

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prfaas.core.extras import how_to_install
-from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, ConfigError, published_models
+from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
 from prfaas.core.kv.hf_config import read_config, text_fields
+from prfaas.core.kv.published import published_models
 from prfaas.core.latency import roofline
 from prfaas.core.latency.profile import Curve, DecodeCurve, Evidence, LatencyProfile, ProfileError
 from prfaas.core.latency.roofline import Roofline, gpu

@@ -10,7 +10,7 @@ import orjson
 
 from prfaas.core.route_header import ROUTE_HEADER, split_route
 from prfaas.core.sse import SseParser
-from prfaas.core.workload import TracedRequest
+from prfaas.core.workload.requests import TracedRequest
 from prfaas.core.workload.traffic import prompt_ids
 from prfaas.tools.http_client import AnswerError, base_url, served_models
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import aiohttp
 
-from prfaas.core.workload import TracedRequest
+from prfaas.core.workload.requests import TracedRequest
 from prfaas.tools.replay.client import ReplayedRequest, ReplayOptions, Target, send
 from prfaas.tools.replay.result import ReplayResult
 

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from prfaas.core.deployment import default_state_dir
 from prfaas.core.deployment.model import TRAINED_MODELS, ModelSource, trained_folder
-from prfaas.core.kv import FullAttention, SlidingWindow, model_from_directory
+from prfaas.core.kv.hf_config import model_from_directory
+from prfaas.core.kv.layers import FullAttention, SlidingWindow
 from prfaas.serving.engines.fetching import ModelFetchError
 from prfaas.serving.engines.trained import checkpoint, trained_model
 from prfaas.serving.engines.trained.recipes import RECIPES

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 import prfaas
-from prfaas.core.kv import FullAttention, LinearState, model_from_directory
+from prfaas.core.kv.hf_config import model_from_directory
+from prfaas.core.kv.layers import FullAttention, LinearState
 from prfaas.serving.engines.tiny.configs import CHAT_TEMPLATE, SPECIAL_TOKENS
 from prfaas.tools.demo.prompts import corpus, demo_prompts
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.link.checkpoints import is_checkpoint_due
-from prfaas.core.prefix import MediaItem
+from prfaas.core.prefix.hashing import MediaItem
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.transport.resume_points import ResumePoints

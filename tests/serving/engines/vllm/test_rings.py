@@ -13,8 +13,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
-from prfaas.core.kv import CacheDtypes, CompressedAttention, KvCacheDtype, SlidingWindow, published_model
+from prfaas.core.kv.dtypes import CacheDtypes, KvCacheDtype
 from prfaas.core.kv.groups import REQUEST_TOKENS, GroupKind, region_bytes
+from prfaas.core.kv.layers import CompressedAttention, SlidingWindow
+from prfaas.core.kv.published import published_model
 from prfaas.core.kv.rank_shares import RankPair
 from prfaas.core.pool.geometry import PoolGeometryError
 from prfaas.serving.engines.vllm.layout import KvLayout, block_bytes, read_groups

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from prfaas.serving.gateway.ways.kv_transfer import KvTransfers
-from prfaas.serving.transport import Ticket
+from prfaas.serving.transport.ticket import Ticket
 
 from ..stand_in import answer_text
 from ..world import GATEWAY, World

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.prefix import PromptChains
-from prfaas.core.scheduling import Decision, Route
+from prfaas.core.prefix.hashing import PromptChains
+from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import TokenizedPrompt
 from prfaas.serving.gateway.request_log import TransferredBytes

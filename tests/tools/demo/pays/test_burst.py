@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.deployment import load_planned
-from prfaas.core.kv import DEFAULT_DTYPES, model_from_directory
+from prfaas.core.kv.dtypes import DEFAULT_DTYPES
+from prfaas.core.kv.hf_config import model_from_directory
 from prfaas.core.kv.published import published_model
-from prfaas.core.latency import load_profile
+from prfaas.core.latency.files import load_profile
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.tools.demo.pays.burst import Burst, Side
 from prfaas.tools.demo.pays.run import WITH_PRFAAS, WITHOUT

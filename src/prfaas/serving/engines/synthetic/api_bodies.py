@@ -73,17 +73,14 @@ class GenerationRequest:
     """A text completion's log probabilities name each token by its id; each is certain of itself."""
 
 
-def parse_generation(raw: bytes, models: ServedModels, text: Text, *, chat: bool) -> GenerationRequest:
+def parse_generation(
+    body: dict[str, Any], models: ServedModels, text: Text, *, chat: bool
+) -> GenerationRequest:
     """Read the body of a request to generate. CPU-bound: milliseconds per 100K tokens.
 
     Raises:
         BodyError: it can't be answered.
     """
-    return generation_of(json_object(raw), chat=chat, models=models, text=text)
-
-
-def generation_of(body: dict[str, Any], *, chat: bool, models: ServedModels, text: Text) -> GenerationRequest:
-    """The same for a body that is parsed. Raises BodyError."""
     adapter = models.adapter(body.get("model"))
     params = body.get("kv_transfer_params")
     params = params if isinstance(params, dict) else {}
@@ -124,9 +121,8 @@ def generation_of(body: dict[str, Any], *, chat: bool, models: ServedModels, tex
     )
 
 
-def parse_tokenize(raw: bytes, text: Text) -> Sequence[int]:
+def parse_tokenize(body: dict[str, Any], text: Text) -> Sequence[int]:
     """The ids that a body of /tokenize asks for."""
-    body = json_object(raw)
     if "messages" in body:
         return chat_ids(body, {}, text)
     prompt = body.get("prompt")
@@ -135,9 +131,9 @@ def parse_tokenize(raw: bytes, text: Text) -> Sequence[int]:
     return text.encode(prompt, add_special_tokens=body.get("add_special_tokens") is not False)
 
 
-def parse_detokenize(raw: bytes, text: Text) -> str:
+def parse_detokenize(body: dict[str, Any], text: Text) -> str:
     """The text that a body of /detokenize asks for."""
-    return text.plain(_ids(json_object(raw).get("tokens")))
+    return text.plain(_ids(body.get("tokens")))
 
 
 def prompt_ids(prompt: object, text: Text) -> list[Sequence[int]]:

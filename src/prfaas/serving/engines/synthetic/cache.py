@@ -15,9 +15,9 @@ from xxhash import xxh3_64_intdigest
 
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.depth import PrefixDepth, usable_end
-from prfaas.core.prefix.events import Cleared, Event, RemovedBlocks, StoredBlocks
+from prfaas.core.prefix.events import EVENT_KINDS, Cleared, Event, RemovedBlocks, StoredBlocks
 from prfaas.serving.engines.synthetic.content import TokenChain
-from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticGroup, SyntheticLayout
+from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout
 
 
 class RoomError(ValueError):

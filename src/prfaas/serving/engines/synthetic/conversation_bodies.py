@@ -15,8 +15,7 @@ from prfaas.serving.engines.synthetic.api_bodies import (
     GenerationRequest,
     ServedModels,
     chat_ids,
-    generation_of,
-    json_object,
+    parse_generation,
 )
 from prfaas.serving.engines.synthetic.engine import GeneratedAnswer
 from prfaas.serving.engines.synthetic.text import Text
@@ -25,9 +24,8 @@ from prfaas.serving.engines.synthetic.text import Text
 _BILLING_HEADER = "x-anthropic-billing-header"
 
 
-def parse_response(raw: bytes, models: ServedModels, text: Text) -> GenerationRequest:
+def parse_response(body: dict[str, Any], models: ServedModels, text: Text) -> GenerationRequest:
     """Read a body of `/v1/responses`. Raises BodyError."""
-    body = json_object(raw)
     said = body.get("input")
     messages = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     messages += [{"role": "user", "content": said}] if isinstance(said, str) else _messages(said, "input")
@@ -35,22 +33,21 @@ def parse_response(raw: bytes, models: ServedModels, text: Text) -> GenerationRe
     chat = body | {"messages": messages, "max_tokens": limit, "max_completion_tokens": None, "n": None}
     # `enable_response_messages` is how vLLM tells the ids of the prompt here.
     chat["return_token_ids"] = body.get("enable_response_messages")
-    return generation_of(chat, chat=True, models=models, text=text)
+    return parse_generation(chat, models, text, chat=True)
 
 
-def parse_message(raw: bytes, models: ServedModels, text: Text) -> GenerationRequest:
+def parse_message(body: dict[str, Any], models: ServedModels, text: Text) -> GenerationRequest:
     """Read a body of `/v1/messages`. Raises BodyError."""
-    body = json_object(raw)
     if body.get("max_tokens") is None:
         raise BodyError("`max_tokens` is missing.")
     chat = body | {"messages": _all_messages(body), "max_completion_tokens": None, "n": None}
     chat["return_token_ids"] = None
-    return generation_of(chat, chat=True, models=models, text=text)
+    return parse_generation(chat, models, text, chat=True)
 
 
-def parse_count(raw: bytes, text: Text) -> int:
+def parse_count(body: dict[str, Any], text: Text) -> int:
     """How many tokens the prompt of a body of `/v1/messages/count_tokens` has. Raises BodyError."""
-    return len(chat_ids({"messages": _all_messages(json_object(raw))}, {}, text))
+    return len(chat_ids({"messages": _all_messages(body)}, {}, text))
 
 
 def _all_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from prfaas.serving.transport.requests import FollowOrder, PeerRequest, refuse_r
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.tls_identity import TlsIdentity
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.wire import TransferPhase, load_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,8 @@ class PrefillSend:
         transfer: OutgoingTransfer,
         ticket: Ticket,
         context: Context,
-        digests: DigestSource | None,
+        digests: DigestSource,
     ) -> None:
-        """`digests`: None where pages are not digested."""
         self.transfer = transfer
         self.ticket = ticket
         self.context = context
@@ -88,9 +87,8 @@ class PrefillSend:
         final = end_tokens >= self.ticket.num_tokens
         if final:
             self.transfer.end()
-        if self._digests is not None:
-            for run in self._digests.take(final=final):
-                self.transfer.put(self._digests.region, run.offset, run, urgent=final)
+        for run in self._digests.take(final=final):
+            self.transfer.put(self._digests.region, run.offset, run, urgent=final)
 
     def _put_ready(self, regions: range, end_tokens: int) -> None:
         for index in regions:
@@ -105,8 +103,7 @@ class PrefillSend:
             digests = _page_digests(region, self.context, range(first, end), ticket.num_tokens)
             skipped = region.group.first_block(ticket.num_tokens, ticket.skip_tokens)
             offset = (first - skipped) * region.page_bytes
-            if self._digests is not None:
-                self._digests.add(index, first, held_sums(digests), end - first)
+            self._digests.add(index, first, held_sums(digests), end - first)
             self.transfer.put(index, offset, PageSource(digests, region.page_bytes), urgent=urgent)
 
 
@@ -140,7 +137,7 @@ class Endpoints:
         self._load_wait_s = limits.load_wait_s
         self._sends: dict[OutgoingTransfer, _Sending] = {}
         self._has_sends = asyncio.Event()
-        self._digest_plan = layout.digest_plan() if limits.page_digests else None
+        self._digest_plan = layout.digest_plan(digested=limits.page_digests)
         staging_bytes = deployment.engine.staging_bytes * instance.tensor_parallel
         self.arena = StagingArena(staging_bytes, deployment.engine.transfer_block_bytes)
         self.events = EventLog(seed_of(key))
@@ -155,7 +152,7 @@ class Endpoints:
             tls=tls,
             peer_list=peer_list_of(deployment, instance, _RANK),
             arena=self.arena,
-            layout=self._digest_plan or layout,
+            layout=self._digest_plan,
             sender_options=SenderOptions(limits=limits, chunk_bytes=_CHUNK_BYTES),
             receiver_options=ReceiverOptions(limits=limits, uncounted_regions=int(limits.page_digests)),
             on_request=self._on_request,
@@ -184,9 +181,8 @@ class Endpoints:
     def open(self, ticket: Ticket, sealed: str, context: Context, cached_tokens: int) -> PrefillSend:
         """Begin sending what a prefill is about to compute, and the `cached_tokens` that it need not."""
         extent, plan = (ticket.num_tokens, ticket.skip_tokens), self._digest_plan
-        digests = DigestSource(plan.of_transfer(ticket.transfer_id, *extent)) if plan is not None else None
-        region_bytes = (plan or self._layout).region_bytes(*extent)
-        transfer = self.sender.open(ticket, sealed, region_bytes, cached_tokens=cached_tokens)
+        digests = DigestSource(plan.of_transfer(ticket.transfer_id, *extent))
+        transfer = self.sender.open(ticket, sealed, plan.region_bytes(*extent), cached_tokens=cached_tokens)
         self._sends[transfer] = _Sending(time.monotonic(), sum(self._layout.region_bytes(*extent)))
         self._has_sends.set()
         return PrefillSend(self._layout, transfer, ticket, context, digests)
@@ -200,19 +196,17 @@ class Endpoints:
         ):
             return
         sending.checkpoint_tokens = end_tokens
-        plan = self._digest_plan.checkpoint() if self._digest_plan is not None else None
-        sizes = plan.region_bytes(end_tokens, 0) if plan else self._layout.checkpoint_bytes(end_tokens)
-        peer = self.sender.ranks_of(ticket.consumer)[0]
+        plan, peer = self._digest_plan.checkpoint(), self.sender.ranks_of(ticket.consumer)[0]
+        sizes = plan.region_bytes(end_tokens, 0)
         transfer = self.sender.open_checkpoint(sending.transfer, end_tokens, sizes, peer)
-        digests = DigestSource(plan.of_transfer(transfer.transfer_id, end_tokens, 0)) if plan else None
+        digests = DigestSource(plan.of_transfer(transfer.transfer_id, end_tokens, 0))
         for index, region in enumerate(regions):
             moving = region.group.moving_blocks(end_tokens, 0)
             words = _page_digests(region, sending.context, moving, end_tokens)
-            if digests is not None:
-                digests.add(index, moving.start, held_sums(words), len(moving))
+            digests.add(index, moving.start, held_sums(words), len(moving))
             transfer.put(index, 0, PageSource(words, region.page_bytes))
-        for run in digests.take(final=True) if digests is not None else ():
-            transfer.put(len(regions), run.offset, run)
+        for run in digests.take(final=True):
+            transfer.put(digests.region, run.offset, run)
         transfer.end()
         self.counts["checkpoints_sent"] += 1
 
@@ -221,14 +215,11 @@ class Endpoints:
         deadline_s = time.monotonic() + self._load_wait_s
         while True:
             status = self.receiver.transfers.state(ticket.transfer_id)
-            if status is None:
-                return "its transfer is unknown or has expired"
-            if status.usable_tokens:
+            if status is not None and status.usable_tokens:
                 return ""
-            if status.phase is TransferPhase.FAILED:
-                return f"its transfer failed: {status.reason}"
-            if status.phase is TransferPhase.COMPLETE:
-                return "its transfer was used already" if status.taken else ""
+            obstacle = load_obstacle(status)
+            if obstacle or (status is not None and status.phase is TransferPhase.COMPLETE):
+                return obstacle
             if time.monotonic() > deadline_s:
                 reason = f"KV still incomplete after {self._load_wait_s:g} s"
                 self.receiver.transfers.drop(ticket.transfer_id, reason)
@@ -309,7 +300,7 @@ def _read_pages(
     layout: SyntheticLayout,
     context: Context,
     tokens: range,
-    digest_plan: DigestPlan | None,
+    digest_plan: DigestPlan,
 ) -> list[tuple[SyntheticGroup, int, Deviations]]:
     """Every page of these `tokens` of a transfer, with its deviations; frees the staging.
 
@@ -320,9 +311,8 @@ def _read_pages(
         # What broke has its states and windows in a transfer of their own.
         wholes = [(layout.regions, staged, digest_plan)]
         if staged.checkpoint is not None:
-            plan = digest_plan.checkpoint() if digest_plan is not None else None
-            full = layout.regions[: len(layout.full.layers)]
-            wholes = [(full, staged, digest_plan), (layout.checkpoint_regions, staged.checkpoint, plan)]
+            full, checkpoint = layout.regions[: len(layout.full.layers)], digest_plan.checkpoint()
+            wholes = [(full, staged, digest_plan), (layout.checkpoint_regions, staged.checkpoint, checkpoint)]
         deviations: dict[tuple[int, int], list[int]] = {}
         for index, region, source, digests in _staged_regions(wholes):
             group, num_tokens = region.group, source.num_tokens
@@ -332,7 +322,7 @@ def _read_pages(
             for position, block in enumerate(blocks):
                 offset = (block - staged_first) * region.page_bytes
                 loaded[position] = reduce_page(join(source.region_views(index, offset, region.page_bytes)))
-            if digests is not None and len(loaded):
+            if len(loaded):
                 digests.check(source, index, blocks.start, held_sums(loaded).wait())
             expected = _page_digests(region, context, blocks, num_tokens)
             for block, deviation in zip(blocks, (loaded ^ expected).tolist(), strict=True):
@@ -346,12 +336,11 @@ def _read_pages(
 
 
 def _staged_regions(
-    wholes: Sequence[tuple[Sequence[SyntheticRegion], StagedTransfer, DigestPlan | None]],
-) -> Iterator[tuple[int, SyntheticRegion, StagedTransfer, TransferDigests | None]]:
+    wholes: Sequence[tuple[Sequence[SyntheticRegion], StagedTransfer, DigestPlan]],
+) -> Iterator[tuple[int, SyntheticRegion, StagedTransfer, TransferDigests]]:
     """Each region with its number in the transfer that it came in."""
     for regions, staged, plan in wholes:
-        extent = (staged.transfer_id, staged.num_tokens, staged.skip_tokens)
-        digests = plan.of_transfer(*extent) if plan is not None else None
+        digests = plan.of_transfer(staged.transfer_id, staged.num_tokens, staged.skip_tokens)
         for index, region in enumerate(regions):
             yield index, region, staged, digests
 

@@ -12,7 +12,6 @@ from prfaas.serving.engines.synthetic.cache import Context, Lease, PrefixCache
 from prfaas.serving.engines.synthetic.content import TokenChain
 from prfaas.serving.engines.synthetic.endpoints import Endpoints, PrefillSend
 from prfaas.serving.engines.synthetic.pace import DecodeClock, Pace
-from prfaas.serving.engines.synthetic.stats import EngineCounts
 from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
 
 logger = logging.getLogger(__name__)
@@ -72,6 +71,23 @@ class TransferRoles:
             else:
                 logger.warning("%s prefills locally: a ticket is for another engine or prompt", name)
         return roles
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """Requests and tokens of one stand-in."""
+
+    running: int = 0
+    waiting: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    damaged_loads: int = 0
+    """Transfers whose bytes were not what their tokens give."""
 
 
 @dataclass(slots=True)

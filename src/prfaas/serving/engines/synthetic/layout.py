@@ -2,32 +2,25 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, SlidingWindow
 from prfaas.core.kv.groups import (
     GroupKind,
     KvGroup,
     Region,
     full_attention_first,
     region_bytes,
-    usable_tokens,
 )
+from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import KvModel
+from prfaas.core.prefix.events import EVENT_KINDS
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
 
 STATE_BLOCK_TOKENS = 256
 PLAIN_BLOCK_TOKENS = 128
 """vLLM's block sizes on CPUs, with and without linear state."""
-
-
-EVENT_KINDS: Mapping[GroupKind, str] = {
-    GroupKind.FULL: "full_attention",
-    GroupKind.WINDOW: "sliding_window",
-    GroupKind.STATE: "mamba",
-}
-"""vLLM's words in KV events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,29 +145,9 @@ class SyntheticLayout:
         """The regions of a checkpoint, in its order: those of linear state and of windows."""
         return self.regions[len(self.full.layers) :]
 
-    def checkpoint_bytes(self, num_tokens: int) -> list[int]:
-        """Sizes of the regions of a checkpoint after so many tokens.
-
-        Raises:
-            ValueError: the model has neither state nor window.
-        """
-        if not self.others:
-            raise ValueError("these layers have no checkpoints")
-        return region_bytes(self.checkpoint_regions, num_tokens, 0)
-
-    def usable_tokens(
-        self,
-        num_tokens: int,
-        skip_tokens: int,
-        covered_end: Callable[[int, int], int],
-        checkpoints: Collection[int] = (),
-    ) -> int:
-        """See `kv_groups.usable_tokens`."""
-        return usable_tokens(self.regions, num_tokens, skip_tokens, covered_end, checkpoints)
-
-    def digest_plan(self) -> DigestPlan:
-        """Places of the digests of this layout's pages in a transfer."""
-        return DigestPlan(self.regions, [str(region.layer) for region in self.regions], 0)
+    def digest_plan(self, *, digested: bool) -> DigestPlan:
+        """The regions of transfers, with the places of their pages' digests."""
+        return DigestPlan(self.regions, [str(region.layer) for region in self.regions], 0, digested=digested)
 
     def fingerprint(self, model_name: str, *, page_digests: bool) -> dict[str, str | int]:
         """Facts that both ends must share; "engine" keeps real engines and stand-ins apart."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.deployment.speculation import counted_model
 from prfaas.core.deployment.types import SYNTHETIC
-from prfaas.core.kv import KvModel, model_on_wire
+from prfaas.core.kv.model import KvModel, model_on_wire
 from prfaas.core.units import GIB
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines import EngineError

@@ -5,8 +5,8 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
-from prfaas.core.latency import LatencyProfile
 from prfaas.core.latency.cached_prefix import after_prefix_s
+from prfaas.core.latency.profile import LatencyProfile
 
 DEFAULT_STEP_S = 0.025
 """One decode step where a profile has no decode times: the paper's 40 tokens/s."""

@@ -1,10 +1,14 @@
 """The HTTP server of one stand-in: the routes of vLLM that a gateway, a controller and a load tool use."""
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+import re
+import resource
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
@@ -16,6 +20,7 @@ from prfaas.serving.engines.synthetic.api_bodies import (
     BodyError,
     GenerationRequest,
     ServedModels,
+    json_object,
     parse_detokenize,
     parse_generation,
     parse_tokenize,
@@ -29,8 +34,8 @@ from prfaas.serving.engines.synthetic.conversation_bodies import (
     parse_response,
 )
 from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, SyntheticEngine, Work
-from prfaas.serving.engines.synthetic.stats import CacheFacts, chosen, exposition
 from prfaas.serving.engines.synthetic.text import Text
+from prfaas.serving.engines.transfer_counters import COUNTERS
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 # Steps faster than this share an event of a stream.
@@ -40,7 +45,7 @@ _MAX_BODY_BYTES = 1 << 28
 _JSON = "application/json"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Parse = Callable[[bytes, ServedModels, Text], GenerationRequest]
+_Parse = Callable[[dict[str, Any], ServedModels, Text], GenerationRequest]
 
 
 class _Writer(Protocol):
@@ -133,14 +138,17 @@ class EngineServer:
     ) -> web.StreamResponse:
         raw = await request.read()
         if len(raw) <= _INLINE_BYTES:
-            wanted = parse(raw, self._models, self._text)
+            wanted = self._read(parse, raw)
         else:
-            wanted = await asyncio.to_thread(parse, raw, self._models, self._text)
+            wanted = await asyncio.to_thread(self._read, parse, raw)
         writer = writer_of(wanted, self._text)
         if wanted.stream:
             return await self._stream(request, wanted, writer)
         generations = await asyncio.gather(*map(self._finish, wanted.works))
         return web.Response(body=writer.whole(generations), content_type=_JSON)
+
+    def _read(self, parse: _Parse, raw: bytes) -> GenerationRequest:
+        return parse(json_object(raw), self._models, self._text)
 
     async def _finish(self, work: Work) -> GeneratedAnswer:
         async with self._engine.generate(work) as generation:
@@ -174,20 +182,20 @@ class EngineServer:
 
     async def _render(self, parse: _Parse, request: web.Request) -> web.StreamResponse:
         """The ids of a request's prompts: of text completions a list, else of the only one."""
-        wanted = parse(await request.read(), self._models, self._text)
+        wanted = self._read(parse, await request.read())
         rendered = [{"token_ids": work.token_ids, "features": None} for work in wanted.works]
         return _json(rendered[0] if wanted.chat else rendered)
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        ids = parse_tokenize(await request.read(), self._text)
+        ids = parse_tokenize(json_object(await request.read()), self._text)
         answer = {"count": len(ids), "max_model_len": self._models.max_model_len, "tokens": ids}
         return _json(answer | {"token_strs": None})
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
-        return _json({"prompt": parse_detokenize(await request.read(), self._text)})
+        return _json({"prompt": parse_detokenize(json_object(await request.read()), self._text)})
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        return _json({"input_tokens": parse_count(await request.read(), self._text)})
+        return _json({"input_tokens": parse_count(json_object(await request.read()), self._text)})
 
     async def _reset(self, _request: web.Request) -> web.StreamResponse:
         self._engine.cache.clear()
@@ -246,22 +254,8 @@ class EngineServer:
         return _json({"object": "list", "data": cards})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        engine = self._engine
-        engine.clock.steps()
-        layout, pool = engine.cache.layout, engine.cache.pool
-        cache = CacheFacts(
-            layout.block_tokens, pool.capacity, pool.capacity * layout.block_tokens, pool.used_ratio
-        )
-        clock = engine.clock
-        text = exposition(
-            self._models.served_name,
-            engine.counts,
-            engine.endpoints.counts,
-            cache,
-            clock.request_seconds,
-            clock.tokens,
-        )
-        return web.Response(text=chosen(text, request.query.getall("name[]", [])), content_type="text/plain")
+        text = _exposition(self._models.served_name, self._engine)
+        return web.Response(text=_chosen(text, request.query.getall("name[]", [])), content_type="text/plain")
 
 
 # No middleware: aiohttp keeps the last thousand handlers that have one, with each its engine that has ended.
@@ -283,3 +277,72 @@ def _error(message: str, status: int) -> web.Response:
     kind = "NotFoundError" if status == 404 else "BadRequestError"
     body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
     return web.Response(body=orjson.dumps(body), status=status, content_type=_JSON)
+
+
+def _exposition(model: str, engine: SyntheticEngine) -> str:
+    """Prometheus text: the vLLM series in which gateways and controllers read counters.
+
+    `model`: label of every series.
+    """
+    counts, clock, pool = engine.counts, engine.clock, engine.cache.pool
+    # The clock's sums are of the steps until now.
+    clock.steps()
+    block_tokens = engine.cache.layout.block_tokens
+    labels = f'{{engine="0",model_name="{model}"}}'
+    lines = [
+        "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig",
+        "# TYPE vllm:cache_config_info gauge",
+        f'vllm:cache_config_info{{block_size="{block_tokens}",engine="0",'
+        f'kv_cache_size_tokens="{pool.capacity * block_tokens}",num_gpu_blocks="{pool.capacity}"}} 1.0',
+    ]
+
+    def add(name: str, kind: str, text: str, *values: tuple[str, float]) -> None:
+        lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
+        lines.extend(f"{name}{suffix}{labels} {value}" for suffix, value in values)
+
+    def gauge(name: str, text: str, value: float) -> None:
+        add(f"vllm:{name}", "gauge", text, ("", float(value)))
+
+    def counter(name: str, text: str, value: float) -> None:
+        add(f"vllm:{name}_total", "counter", text, ("", float(value)))
+
+    gauge("num_requests_running", "Requests in prefill or decode", counts.running)
+    gauge("num_requests_waiting", "Requests that wait for prefill, KV or a decode slot", counts.waiting)
+    gauge("kv_cache_usage_perc", "Share of the KV cache that running requests hold", pool.used_ratio)
+    counter("prefix_cache_queries", "Prompt tokens looked up", counts.prefix_queries)
+    counter("prefix_cache_hits", "Prompt tokens found", counts.prefix_hits)
+    counter("prompt_tokens", "Prompt tokens of finished requests", counts.prompt_tokens)
+    counter("generation_tokens", "Tokens generated", counts.generated_tokens)
+    counter("request_success", "Requests finished", counts.finished)
+    add(
+        "vllm:inter_token_latency_seconds",
+        "summary",
+        "Seconds between two tokens of a request",
+        ("_sum", clock.request_seconds),
+        ("_count", clock.tokens),
+    )
+    add(
+        "vllm:request_generation_tokens",
+        "summary",
+        "Tokens generated per finished request",
+        ("_sum", float(counts.generated_tokens)),
+        ("_count", float(counts.finished)),
+    )
+    # Prometheus's own names for facts of a process, which several stand-ins may share. With no descriptor left its
+    # client leaves them out too.
+    with contextlib.suppress(OSError):
+        lines += [f"process_open_fds {sum(1 for _ in Path('/proc/self/fd').iterdir())}"]
+    lines += [f"process_max_fds {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"]
+    for name, text in COUNTERS.items():
+        counter(f"prfaas_{name}", text, engine.endpoints.counts[name])
+    counter("prfaas_damaged_loads", "KV transfers whose bytes were not sound", counts.damaged_loads)
+    return "\n".join(lines) + "\n"
+
+
+def _chosen(text: str, names: Collection[str]) -> str:
+    """The samples of these names in an exposition, or all where none is named, as prometheus_client does it."""
+    if not names:
+        return text
+    return "".join(
+        line + "\n" for line in text.splitlines() if re.split(r"[{ ]", line, maxsplit=1)[0] in names
+    )

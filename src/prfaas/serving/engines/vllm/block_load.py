@@ -89,7 +89,7 @@ class BlockLoad:
         for part, end in zip(parts, ends, strict=True):
             blocks = min(part.left, (end - part.next_offset) // part.region.page_bytes)
             if blocks > 0:
-                part.fill(arrival, blocks, digested=self._digest_plan is not None)
+                part.fill(arrival, blocks, digested=self._digest_plan.digested)
 
     def finish(self, staged: StagedTransfer | LentTransfer) -> int:
         """Fill the rest from what was handed over, and check all of it; returns the bytes loaded.
@@ -107,15 +107,13 @@ class BlockLoad:
             loaded_bytes = self._checkpoint.finish(staged.checkpoint)
         for part in self._parts:
             if part.left:
-                part.fill(staged, part.left, digested=self._digest_plan is not None)
+                part.fill(staged, part.left, digested=self._digest_plan.digested)
         self.flush()
-        if self._digest_plan is not None:
-            extent = (staged.num_tokens, staged.skip_tokens)
-            digests = self._digest_plan.of_transfer(staged.transfer_id, *extent)
-            for part in self._parts:
-                if part.sums:
-                    sums = np.concatenate([pending.wait() for pending in part.sums])
-                    digests.check(staged, part.region.index, part.first_block, sums)
+        digests = self._digest_plan.of_transfer(staged.transfer_id, staged.num_tokens, staged.skip_tokens)
+        for part in self._parts:
+            if part.sums:
+                sums = np.concatenate([pending.wait() for pending in part.sums])
+                digests.check(staged, part.region.index, part.first_block, sums)
         return loaded_bytes + sum(part.loaded * part.region.page_bytes for part in self._parts)
 
     def flush(self) -> None:

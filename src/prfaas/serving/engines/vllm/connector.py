@@ -27,6 +27,7 @@ from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import read_groups
 from prfaas.serving.engines.vllm.metadata import NixlRead, TransferMetadata
 from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
+from prfaas.serving.engines.vllm.rank_kv import RankKv
 from prfaas.serving.engines.vllm.settings import ConnectorSettings, SettingsError
 from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from prfaas.serving.logs import LogSettings, set_up_logging
@@ -214,27 +215,14 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
         self._writing_first = _writing_first(self._vllm_config)
-        self._worker = ConnectorWorker.start(
-            self.settings,
-            self._key,
-            self._vllm_config,
-            self._kv_cache_config,
-            kv_caches,
-            get_tensor_model_parallel_rank(),
-        )
+        rank = get_tensor_model_parallel_rank()
+        kv = RankKv.of_engine(self.settings, self._vllm_config, self._kv_cache_config, kv_caches, rank)
+        self._worker = ConnectorWorker.start(self.settings, self._key, kv, rank)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         orders = _orders(kv_connector_metadata)
-        self._settle(orders)
-        self._detach(orders)
-
-    @_answer_on_error(None)
-    def _settle(self, orders: TransferMetadata) -> None:
-        self._ready_worker().settle(orders)
-
-    @_answer_on_error(None)
-    def _detach(self, orders: TransferMetadata) -> None:
-        self._ready_worker().producer.detach(orders.preempted)
+        self._of_worker(lambda worker: worker.settle(orders))
+        self._of_worker(lambda worker: worker.producer.detach(orders.preempted))
 
     @_answer_on_error(None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -264,41 +252,22 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         orders = _orders(self._get_connector_metadata())
-        self._end_step(orders)
-        self._store(orders)
-        self._hold(orders)
-
-    # Each with its own guard: a failure of one must not keep the other from being done.
-
-    @_answer_on_error(None)
-    def _end_step(self, orders: TransferMetadata) -> None:
-        self._ready_worker().producer.end_step(orders.sends)
-
-    @_answer_on_error(None)
-    def _store(self, orders: TransferMetadata) -> None:
-        self._ready_worker().store(orders)
-
-    @_answer_on_error(None)
-    def _hold(self, orders: TransferMetadata) -> None:
-        self._ready_worker().hold(orders)
+        self._of_worker(lambda worker: worker.producer.end_step(orders.sends))
+        self._of_worker(lambda worker: worker.store(orders))
+        self._of_worker(lambda worker: worker.hold(orders))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent, (ended, failed) = self._ended()
         if not (sent or ended) and self._is_idle():
-            self._rest()
+            self._of_worker(lambda worker: worker.rest(_IDLE_STEP_S))
             sent, (ended, failed) = self._ended()
         return KVConnectorTransferResults(
             finished_sending=sent, finished_recving=ended, failed_recving=failed
         )
 
-    @_answer_on_error(None)
     def _tell_pulled(self, pull: NixlRead, phase: TransferPhase) -> None:
         """Tell the gateway how far KV is that another connector of this engine loads."""
-        self._ready_worker().consumer.tell_pulled(pull, phase)
-
-    @_answer_on_error(None)
-    def _rest(self) -> None:
-        self._ready_worker().rest(_IDLE_STEP_S)
+        self._of_worker(lambda worker: worker.consumer.tell_pulled(pull, phase))
 
     def _is_idle(self) -> bool:
         """Whether nothing is computed in this step, on cores that other engines may compute on.
@@ -310,15 +279,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return is_told and _orders(self._get_connector_metadata()).is_idle
 
     def _ended(self) -> tuple[set[str], tuple[set[str], set[str]]]:
-        return self._sent() or set(), self._loaded() or (set(), set())
-
-    @_answer_on_error(None)
-    def _sent(self) -> set[str]:
-        return self._ready_worker().finished()
-
-    @_answer_on_error(None)
-    def _loaded(self) -> tuple[set[str], set[str]]:
-        return self._ready_worker().loaded()
+        sent, loaded = self._of_worker(ConnectorWorker.finished), self._of_worker(ConnectorWorker.loaded)
+        return sent or set(), loaded or (set(), set())
 
     @_answer_on_error(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -357,6 +319,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduling is None:
             raise RuntimeError("a scheduler callback came to the worker's connector")
         return self._scheduling
+
+    @_answer_on_error(None)
+    def _of_worker(self, call: Callable[[ConnectorWorker], T]) -> T:
+        """One part of a callback, with its own guard: a failure of it must not keep the others from being done."""
+        return call(self._ready_worker())
 
     def _ready_worker(self) -> ConnectorWorker:
         if self._worker is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.kv.groups import GroupKind, KvGroup, checkpoint_step_tokens
 from prfaas.core.link.checkpoints import is_checkpoint_due
-from prfaas.core.prefix import MediaItem
+from prfaas.core.prefix.hashing import MediaItem
 from prfaas.serving.engines.vllm.metadata import (
     BlockRun,
     LoadOrder,

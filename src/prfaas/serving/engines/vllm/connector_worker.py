@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 import torch
-from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from prfaas.core.kv.rank_shares import RankGrid
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
@@ -20,7 +18,7 @@ from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.engines.vllm.pool_reader import PoolReader
 from prfaas.serving.engines.vllm.pool_writer import PoolWriter
 from prfaas.serving.engines.vllm.producer import KvProducer
-from prfaas.serving.engines.vllm.rank_kv import KvCaches, RankKv
+from prfaas.serving.engines.vllm.rank_kv import RankKv
 from prfaas.serving.engines.vllm.rank_pages import RankPages, pool_geometry
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.sibling_ranks import page_locked
@@ -151,31 +149,19 @@ class ConnectorWorker:
         self._load_ended = threading.Event()
 
     @classmethod
-    def start(
-        cls,
-        settings: ConnectorSettings,
-        key: bytes,
-        vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig,
-        kv_caches: KvCaches,
-        rank: int,
-    ) -> "ConnectorWorker":
+    def start(cls, settings: ConnectorSettings, key: bytes, kv: RankKv, rank: int) -> "ConnectorWorker":
         """Open the KV port, connect to the peers, pre-fault the staging arena.
 
         Args:
             settings: this instance's part of the deployment.
             key: of the deployment, 32 bytes.
-            vllm_config: for the fingerprint.
-            kv_cache_config: the engine's KV cache groups.
-            kv_caches: the KV tensor or tensors of every layer, by the layer's name.
+            kv: what this rank keeps.
             rank: the tensor-parallel rank of this worker, in its stage.
 
         Raises:
             TlsFileError: this instance's certificate can't be used.
-            LayoutError: a group or tensor that can't be moved as pages.
-            OSError: the KV port is taken, or a file of the model can't be read.
+            OSError: the KV port is taken.
         """
-        kv = RankKv.of_engine(settings, vllm_config, kv_cache_config, kv_caches, rank)
         digests, number = settings.transfer.page_digests, kv.stage.number * kv.ranks + rank
         wires = wire_layouts(kv.layout, settings.name, number, kv.ranks, page_digests=digests, stage=kv.stage)
         logger.info("KV layout of %s: %s; pages: %s", settings.name, kv.marks, wires.reported)

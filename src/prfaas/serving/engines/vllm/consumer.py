@@ -21,7 +21,7 @@ from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.sibling_staging import SiblingStaging
 from prfaas.serving.transport.staging import StagedTransfer
 from prfaas.serving.transport.ticket import part_id
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus, load_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -355,7 +355,7 @@ class KvConsumer:
         status = self._transfers.state(transfer_id)
         # What is kept of a broken one can be taken as soon as nobody writes or reads it any more.
         is_kept = status is not None and status.resume_points.allows(order.usable_tokens)
-        obstacle = "" if is_kept else _obstacle(status, order.usable_tokens)
+        obstacle = "" if is_kept else load_obstacle(status, order.usable_tokens)
         is_late = self._now_s() - load.ordered_at_s > self._limits.load_wait_s
         if not obstacle and is_late:
             obstacle = f"KV still incomplete after {self._limits.load_wait_s:g} s"
@@ -431,16 +431,3 @@ def _lent_transfers(ticket_id: bytes, begun: Mapping[int, WireLayout]) -> list[t
     for wire in begun.values():
         found |= wire.borrowed
     return [(rank, part_id(ticket_id, part), wire) for (rank, part), wire in found.items()]
-
-
-def _obstacle(status: TransferStatus | None, usable_tokens: int) -> str:
-    """Why a transfer, or its first so many tokens, could not be taken and never will be; "" while they may still be."""
-    if status is None:
-        return "its transfer is unknown or has expired"
-    if status.phase is TransferPhase.FAILED:
-        return f"its transfer failed: {status.reason}"
-    if status.taken:
-        return "its transfer was used already"
-    if usable_tokens and status.phase is TransferPhase.COMPLETE:
-        return f"the checkpoint after {usable_tokens} tokens had to make room"
-    return ""

@@ -102,57 +102,18 @@ def _long_runs(runs: Sequence[PartRuns], offset_bytes: int) -> list[tuple[int, i
     return sorted(found)
 
 
-class HostRuns:
-    """Copies between an engine's dense pages in host memory and wire pages, whose bytes lie apart in these.
+class CutHostPages:
+    """Wire pages in host memory, gathered from runs that lie apart in dense pages. Satisfies `WirePages`."""
 
-    It has all runs of wire pages, in the order in which they lie in a dense page.
-    """
-
-    def __init__(self, memory: memoryview, offset_bytes: int, pages: int, runs: Sequence[PartRuns]) -> None:
+    def __init__(self, raw: torch.Tensor, runs: Sequence[PartRuns], pages: int) -> None:
         """
         Args:
-            memory: the engine's.
-            offset_bytes: of the first dense page in it.
-            pages: how many dense pages there are.
+            raw: the engine's pages.
             runs: of all parts of wire pages.
+            pages: how many dense pages there are.
         """
         from prfaas.serving.engines.vllm.host_loops import item_type, run_copying
 
-        page_bytes = sum(each.nbytes for each in runs)
-        table = [
-            (place, each.cut_stride_bytes, wire_place, page_bytes, each.run_bytes)
-            for each in runs
-            for place, wire_place in each.places()
-        ]
-        own = np.array(sorted(table), dtype=np.int64)
-        item_bytes = gcd(offset_bytes, runs[0].page_stride_bytes, *np.unique(own).tolist())
-        self._item = item_type(item_bytes)
-        self._memory: npt.NDArray[np.void] = np.frombuffer(
-            memory[: len(memory) // item_bytes * item_bytes], self._item
-        )
-        begin, stride = offset_bytes // item_bytes, runs[0].page_stride_bytes // item_bytes
-        self._dense = np.array([begin, stride, pages, runs[0].cuts], dtype=np.int64)
-        self._out = own // item_bytes
-        self._in = np.ascontiguousarray(self._out[:, [2, 3, 0, 1, 4]])
-        self._copy = run_copying(item_bytes)
-
-    def gather(self, ids: BlockIds, out: Bytes2D) -> None:
-        """Copy wire pages by their numbers, one behind the other.
-
-        Raises:
-            IndexError: a page is not there.
-        """
-        self._copy(self._memory, out.reshape(-1).view(self._item), self._dense, ids, self._out, True)
-
-    def spread(self, ids: BlockIds, pages: Bytes2D) -> None:
-        """The reverse."""
-        self._copy(pages.reshape(-1).view(self._item), self._memory, self._dense, ids, self._in, False)
-
-
-class CutHostPages:
-    """Wire pages in host memory. Satisfies `WirePages`."""
-
-    def __init__(self, raw: torch.Tensor, runs: Sequence[PartRuns], pages: int) -> None:
         self.page_bytes = sum(each.nbytes for each in runs)
         self._cuts = runs[0].cuts
         memory = torch.empty(0, dtype=torch.uint8).set_(
@@ -160,7 +121,24 @@ class CutHostPages:
         )
         self._memory = memory.numpy().data
         offset_bytes = int(raw.storage_offset())
-        self._runs = HostRuns(self._memory, offset_bytes, pages, runs)
+        table = [
+            (place, each.cut_stride_bytes, wire_place, self.page_bytes, each.run_bytes)
+            for each in runs
+            for place, wire_place in each.places()
+        ]
+        # In the order in which runs lie in a dense page.
+        own = np.array(sorted(table), dtype=np.int64)
+        page_stride = runs[0].page_stride_bytes
+        item_bytes = gcd(offset_bytes, page_stride, *np.unique(own).tolist())
+        self._item = item_type(item_bytes)
+        self._items: npt.NDArray[np.void] = np.frombuffer(
+            self._memory[: len(self._memory) // item_bytes * item_bytes], self._item
+        )
+        begin = offset_bytes // item_bytes
+        self._places = np.array([begin, page_stride // item_bytes, pages, self._cuts], dtype=np.int64)
+        self._out = own // item_bytes
+        self._in = np.ascontiguousarray(self._out[:, [2, 3, 0, 1, 4]])
+        self._copy = run_copying(item_bytes)
         self._long_runs = _long_runs(runs, offset_bytes)
         is_in_words = _grain_bytes(raw, runs) == WORD_BYTES
         self._dense = DenseSums(self._memory, offset_bytes, pages, runs) if is_in_words else None
@@ -198,7 +176,7 @@ class CutHostPages:
             out[:head] = self._gathered(blocks[first - 1 : first])[0, page_bytes - head :].data
         if tail > head:
             whole = np.frombuffer(out[head:tail], dtype=np.uint8).reshape(-1, page_bytes)
-            self._runs.gather(blocks[first:last], whole)
+            self._gather(blocks[first:last], whole)
         if tail < len(out):
             out[tail:] = self._gathered(blocks[last : last + 1])[0, : len(out) - tail].data
 
@@ -208,12 +186,12 @@ class CutHostPages:
             nbytes = pages.shape[1]
             if nbytes == self.page_bytes:
                 ids = np.array(blocks[index : index + len(pages)], dtype=np.int64)
-                self._runs.spread(ids, pages)
+                self._spread(ids, pages)
                 continue
             # A page whose bytes come in several pieces, one after the other.
             torn[0, start : start + nbytes] = pages[0]
             if start + nbytes == self.page_bytes:
-                self._runs.spread(np.array(blocks[index : index + 1], dtype=np.int64), torn)
+                self._spread(np.array(blocks[index : index + 1], dtype=np.int64), torn)
 
     def flush(self) -> None:
         """Host writes are done when they return."""
@@ -232,8 +210,16 @@ class CutHostPages:
     def _gathered(self, ids: BlockIds) -> Bytes2D:
         """A copy of wire pages, one behind the other."""
         pages = np.empty((len(ids), self.page_bytes), dtype=np.uint8)
-        self._runs.gather(ids, pages)
+        self._gather(ids, pages)
         return pages
+
+    def _gather(self, ids: BlockIds, out: Bytes2D) -> None:
+        """Copy wire pages by their numbers, one behind the other; raises IndexError: a page is not there."""
+        self._copy(self._items, out.reshape(-1).view(self._item), self._places, ids, self._out, True)
+
+    def _spread(self, ids: BlockIds, pages: Bytes2D) -> None:
+        """The reverse."""
+        self._copy(pages.reshape(-1).view(self._item), self._items, self._places, ids, self._in, False)
 
 
 class ConvertedPages(DevicePages):

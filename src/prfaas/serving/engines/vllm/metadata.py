@@ -97,6 +97,12 @@ class PoolPages:
     pages: "tuple[PageRef, ...]"
     """Where they lie in the pool's, one for each block."""
 
+    def cut(self, first: int, end: int | None = None) -> "PoolPages":
+        """Some of them: from the one at place `first` to that before `end`, or to the last."""
+        return PoolPages(
+            self.group, self.first_block + first, self.block_ids[first:end], self.pages[first:end]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:

@@ -190,8 +190,7 @@ class PoolReader:
         self._pages.load(arena, part.group, part.block_ids[:count], refs)
         left.popleft()
         if count < len(part.pages):
-            first_block, block_ids = part.first_block + count, part.block_ids[count:]
-            left.appendleft(PoolPages(part.group, first_block, block_ids, part.pages[count:]))
+            left.appendleft(part.cut(count))
         load.loaded_bytes += count * self._pages.rank_bytes(part.group)
         load.copy_s += self._now_s() - now_s
 

@@ -1,7 +1,6 @@
 """Stores into the pool: which blocks of an engine's steps, and at which ends of prefixes."""
 
 import math
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -275,10 +274,9 @@ class PoolStores:
     def _identity(self, page: _Page) -> PageIdentity | None:
         if page.group is not self._lead:
             return None
-        pooled, start_tokens = page.pooled, page.block * page.group.block_tokens
-        parent = pooled.chain.key_at(start_tokens) if start_tokens else b""
-        token_ids = array("I", pooled.request.all_token_ids[start_tokens : page.end_tokens]).tobytes()
-        return PageIdentity(parent, token_ids, pooled.salt, pooled.adapter)
+        pooled, block = page.pooled, range(page.block * page.group.block_tokens, page.end_tokens)
+        token_ids = pooled.request.all_token_ids
+        return PageIdentity.of(pooled.chain, token_ids, block, pooled.salt, pooled.adapter)
 
     def _look_for_gaps(self, pages: Sequence[_Page], granted: Sequence[tuple[_Page, PageRef]]) -> None:
         """Where the pool lacked the last blocks of an engine's own hit, it may lack all of them."""

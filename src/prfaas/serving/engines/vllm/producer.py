@@ -103,8 +103,7 @@ class _OpenSend:
     """The wire page at which each region begins."""
     kv_bytes: int
     """Of the transfer's regions, without the digests of their pages."""
-    digests: DigestSource | None
-    """None where pages are not digested."""
+    digests: DigestSource
     sources: "list[weakref.ref[PagedSource]]" = field(default_factory=list)
     queued_layers: set[str] = field(default_factory=set)
     """Of which all that the running step has completed is in the queue."""
@@ -217,13 +216,13 @@ class KvProducer:
                 if urgent and send.decodes_on:
                     sources = _copies(region, run)
                 else:
-                    is_written_on = open_send.digests is not None or send.decodes_on
+                    is_written_on = not open_send.digests.is_empty or send.decodes_on
                     partial = is_written_on and _ends_partial(send, region, run)
                     last_page = region.pages.copied(run.block_ids[-1]) if partial else None
                     sources = [PagedSource(region.pages, run.block_ids, last_page)]
                 # 4. Their digests, of the same moment. A device computes them behind what it writes, and nobody
                 #    waits for them before they are sent.
-                if open_send.digests is not None:
+                if not open_send.digests.is_empty:
                     sums = region.pages.sums(run.block_ids)
                     open_send.digests.add(region.index, run.first_block, sums, len(run.block_ids))
                 # 5. Into the queue, at their place in the layer's region.
@@ -246,9 +245,8 @@ class KvProducer:
         extent = (ticket.num_tokens, ticket.skip_tokens)
         wire = self._wires.agreed(peer, is_sent=True)
         transfer_id = part_id(ticket.transfer_id, wire.part)
-        plan, kv_region_bytes = wire.digest_plan, wire.kv_region_bytes(*extent)
-        digests = DigestSource(plan.of_transfer(transfer_id, *extent)) if plan is not None else None
-        region_bytes = kv_region_bytes if digests is None else [*kv_region_bytes, digests.nbytes]
+        digests = DigestSource(wire.digest_plan.of_transfer(transfer_id, *extent))
+        region_bytes = wire.region_bytes(*extent)
         transfer = self._sender.open(
             ticket,
             send.sealed,
@@ -259,7 +257,8 @@ class KvProducer:
             part=wire.part,
         )
         first_blocks = [region.group.first_block(*extent) for region in wire.regions]
-        return _OpenSend(transfer, wire, first_blocks, sum(kv_region_bytes), digests, peer=peer)
+        kv_bytes = sum(region_bytes) - digests.nbytes
+        return _OpenSend(transfer, wire, first_blocks, kv_bytes, digests, peer=peer)
 
     def end_step(self, sends: Sequence[SendOrder]) -> None:
         """Queue what the step has completed and no hook has told of; mark the end of the prefill."""
@@ -289,7 +288,7 @@ class KvProducer:
         """Queue the digests of a chunk's pages behind them; the last ones, after the end mark, overtake what waits."""
         for open_send in self._open_sends.get(send.request_id, ()):
             # A rank that has only what others send too sends no page.
-            if open_send.digests is not None and open_send.wire.regions:
+            if open_send.wire.regions:
                 for run in open_send.digests.take(final=send.final):
                     open_send.transfer.put(open_send.digests.region, run.offset, run, urgent=send.final)
 
@@ -311,20 +310,19 @@ class KvProducer:
 
     def _put_checkpoint(self, send: SendOrder, open_send: _OpenSend, wire: WireLayout) -> None:
         ticket = replace(send.ticket, num_tokens=send.checkpoint_tokens, skip_tokens=0)
-        extent, plan = (ticket.num_tokens, 0), wire.digest_plan
+        extent = (ticket.num_tokens, 0)
         transfer = self._sender.open_checkpoint(
             open_send.transfer, ticket.num_tokens, wire.region_bytes(*extent), open_send.peer
         )
-        digests = DigestSource(plan.of_transfer(transfer.transfer_id, *extent)) if plan is not None else None
+        digests = DigestSource(wire.digest_plan.of_transfer(transfer.transfer_id, *extent))
         first_blocks = [region.group.first_block(*extent) for region in wire.regions]
         open_send.checkpoint = checkpoint = _OpenSend(transfer, wire, first_blocks, 0, digests)
         try:
             for layer_name in self._layout.closing_layers:
                 order = replace(send, ticket=ticket, decodes_on=True)
                 self._queue_layer(order, checkpoint, send.checkpoint, layer_name)
-            if digests is not None:
-                for run in digests.take(final=True):
-                    transfer.put(digests.region, run.offset, run)
+            for run in digests.take(final=True):
+                transfer.put(digests.region, run.offset, run)
             transfer.end()
             self.stats.add("checkpoints_sent")
         except Exception:

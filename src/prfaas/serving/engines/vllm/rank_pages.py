@@ -69,15 +69,7 @@ class RankPages:
     def pieces(self, part: PoolPages) -> list[PoolPages]:
         """Cut into what is copied in one go."""
         count = max(1, _PIECE_BYTES // self._parts[part.group].rank_bytes)
-        return [
-            PoolPages(
-                part.group,
-                part.first_block + first,
-                part.block_ids[first : first + count],
-                part.pages[first : first + count],
-            )
-            for first in range(0, len(part.block_ids), count)
-        ]
+        return [part.cut(first, first + count) for first in range(0, len(part.block_ids), count)]
 
     def mark_written(self, group: int) -> None:
         """Remember that what the compute stream has queued so far must be done before a copy of this group."""

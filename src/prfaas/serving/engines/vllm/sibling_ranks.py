@@ -13,8 +13,9 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-from prfaas.core.kv import ConfigError, model_from_config
+from prfaas.core.kv.config_fields import ConfigError
 from prfaas.core.kv.groups import GroupKind
+from prfaas.core.kv.hf_config import model_from_config
 from prfaas.core.kv.rank_shares import rank_copies
 from prfaas.serving.engines.vllm.drafter import NO_DRAFTER, Drafter
 from prfaas.serving.engines.vllm.layout import read_groups

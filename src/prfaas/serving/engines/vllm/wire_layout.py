@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, replace
 from math import lcm
 from typing import TypeVar
 
-from prfaas.core.kv.groups import GroupKind, Region, region_bytes, usable_tokens
+from prfaas.core.kv.groups import GroupKind, Region, region_bytes
 from prfaas.core.kv.page_layout import (
     PageLayout,
     UnlikePagesError,
@@ -111,8 +111,7 @@ class WireLayout:
         ranges = [each for each in self.regions if each.group.kind is not GroupKind.STATE]
         self.step_tokens = lcm(*(each.per_block * each.group.block_tokens for each in ranges))
         """Whole blocks of this engine have a multiple of so many tokens."""
-        self.digest_plan = DigestPlan(self.regions, names, pair.finer_rank) if page_digests else None
-        """None sends pages without digests."""
+        self.digest_plan = DigestPlan(self.regions, names, pair.finer_rank, digested=page_digests)
         cut = [region for region in self.regions if region.group.kind is not GroupKind.FULL]
         self.checkpoint: WireLayout | None = None
         """Of a checkpoint: linear states and windows alone. None where there are none, or nothing else."""
@@ -128,8 +127,7 @@ class WireLayout:
 
     def lent_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
         """Tokens whose full attention has come of a `lent` transfer, see `usable_tokens`."""
-        if self.digest_plan is not None:
-            covered_end = self.digest_plan.digested_end(num_tokens, skip_tokens, covered_end)
+        covered_end = self.digest_plan.digested_end(num_tokens, skip_tokens, covered_end)
         tokens = num_tokens
         for region in self.regions:
             blocks = covered_end(region.index, 0) // region.page_bytes
@@ -147,9 +145,7 @@ class WireLayout:
         Raises:
             ValueError: there can be no such transfer.
         """
-        if self.digest_plan is not None:
-            return self.digest_plan.region_bytes(num_tokens, skip_tokens)
-        return self.kv_region_bytes(num_tokens, skip_tokens)
+        return self.digest_plan.region_bytes(num_tokens, skip_tokens)
 
     def checkpoint_bytes(self, num_tokens: int) -> list[int]:
         """Sizes of all regions of a checkpoint after so many tokens.
@@ -173,9 +169,7 @@ class WireLayout:
             # Whatever other ranks send, nothing is missing of this one's.
             return num_tokens if num_tokens > skip_tokens else 0
         ends = [end for end in checkpoints if end % self.step_tokens == 0]
-        extent = (num_tokens, skip_tokens, covered_end, ends)
-        plan = self.digest_plan
-        tokens = plan.usable_tokens(*extent) if plan is not None else usable_tokens(self.regions, *extent)
+        tokens = self.digest_plan.usable_tokens(num_tokens, skip_tokens, covered_end, ends)
         tokens -= tokens % self.step_tokens
         return tokens if tokens > skip_tokens else 0
 

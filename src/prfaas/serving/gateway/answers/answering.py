@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import orjson
 from aiohttp import web
 
-from prfaas.core.scheduling import NoDecodeInstanceError
+from prfaas.core.scheduling.view import NoDecodeInstanceError
 from prfaas.serving.gateway.admission import AdmittedRequest
 from prfaas.serving.gateway.answers.answer_bytes import TakenIds, note_answer_tokens, taken_of_whole
 from prfaas.serving.gateway.answers.decode import MAX_ANSWERING_ATTEMPTS, Decoder

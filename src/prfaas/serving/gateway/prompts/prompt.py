@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
 
-from prfaas.core.prefix import PromptChains
+from prfaas.core.prefix.hashing import PromptChains
 from prfaas.serving.gateway.bodies import ApiError, Json, WrittenIds
 from prfaas.serving.transport.ticket import MAX_USES
 

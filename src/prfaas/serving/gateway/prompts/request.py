@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from prfaas.core.prefix import MediaItem, PromptChains
+from prfaas.core.prefix.hashing import MediaItem, PromptChains
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.prompts.prompt import Endpoint, Prompt
 from prfaas.serving.gateway.request_log import RequestRecord

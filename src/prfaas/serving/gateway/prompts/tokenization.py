@@ -14,10 +14,9 @@ import jinja2
 import msgspec
 
 from prfaas.core.deployment import Instance
-from prfaas.core.kv import ConfigError, read_config
-from prfaas.core.kv.config_fields import ConfigFields
-from prfaas.core.kv.hf_config import text_fields
-from prfaas.core.prefix import MediaItem
+from prfaas.core.kv.config_fields import ConfigError, ConfigFields
+from prfaas.core.kv.hf_config import read_config, text_fields
+from prfaas.core.prefix.hashing import MediaItem
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, dump_body
 from prfaas.serving.gateway.context import GatewayContext, ThreadOffload
 from prfaas.serving.gateway.engine_client import FROZEN, Blame, EngineCallError

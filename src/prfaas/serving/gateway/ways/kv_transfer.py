@@ -11,7 +11,7 @@ import msgspec
 
 from prfaas.core.deployment import LocalTransfer
 from prfaas.core.kv.rank_shares import transfers_per_rank
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling.decision import Decision
 from prfaas.core.units import GB
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, EngineCallError

@@ -4,7 +4,7 @@ import time
 
 from msgspec.structs import replace
 
-from prfaas.core.scheduling import CacheTransfer, Decision
+from prfaas.core.scheduling.decision import CacheTransfer, Decision
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants, TokenizedPrompt
 from prfaas.serving.gateway.request_log import TransferredBytes

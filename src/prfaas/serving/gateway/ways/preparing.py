@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
+from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.core.scheduling.preemption import goes_on_at_decode
+from prfaas.core.scheduling.view import NoDecodeInstanceError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.prompt import PROMPT_LOGPROBS, DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prfaas.core.link.patience import late_after_s
-from prfaas.core.prefix import MediaItem
+from prfaas.core.prefix.hashing import MediaItem
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.gateway.bodies import (
     JSON_BYTES_PER_TOKEN,

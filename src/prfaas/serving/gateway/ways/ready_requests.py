@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from prfaas.core.route_header import RouteHeader
-from prfaas.core.scheduling import Decision, Route
+from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import TokenizedPrompt

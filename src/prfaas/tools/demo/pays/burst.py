@@ -8,8 +8,9 @@ import numpy as np
 
 from prfaas.core.deployment import Deployment, PlannedDeployment, load_deployment, load_planned
 from prfaas.core.planner import OperatingPoint, best_operation, problem_of
-from prfaas.core.workload import TracedRequest, fixed
 from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.empirical import fixed
+from prfaas.core.workload.requests import TracedRequest
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, take
 
 BURST_REQUESTS = 400

@@ -11,7 +11,7 @@ from statistics import median
 import aiohttp
 import uvloop
 
-from prfaas.core.workload import TracedRequest
+from prfaas.core.workload.requests import TracedRequest
 from prfaas.tools.demo.gateway import DemoError, demo_gateway
 from prfaas.tools.demo.pays.burst import Burst, Side
 from prfaas.tools.replay import ReplayedRequest, ReplayError, ReplayOptions, Target, find_target, replay

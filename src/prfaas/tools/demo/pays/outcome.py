@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from prfaas.lab.simulator import Result
+from prfaas.lab.simulator.result import Result
 from prfaas.tools.demo.pays.burst import Burst, Side
 from prfaas.tools.demo.pays.limits import PayLimits
 from prfaas.tools.demo.pays.live import LiveRun

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Protocol
 
 from prfaas.core.deployment.examples import example_path
-from prfaas.lab.simulator import Overheads, Result, scenario_of, simulate
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import Overheads, scenario_of
+from prfaas.lab.simulator.simulation import simulate
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.tools.demo.gateway import DemoError
 from prfaas.tools.demo.pays.burst import BURST_REQUESTS, Burst, Side
