@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.planner import PlanError, PlanProblem, ServiceModel
+from prfaas.core.planner import PdCluster, PlanError, PlanProblem, PrfaasCluster, ServiceModel
 from prfaas.core.planner.equations import lambda_max, theta_pd_d, theta_pd_p, theta_prfaas
 from prfaas.core.planner.two_clusters import (
     best_point,
@@ -20,7 +20,16 @@ from prfaas.core.workload.empirical import Empirical
 from prfaas.core.workload.lengths import Uniform, Workload
 
 from .oracle import TwoClusters
-from .problems import continuous, h20_s, h200_s, kv_bytes_1t, paper_problem, requests_of, two_clusters
+from .problems import (
+    Quadratic,
+    continuous,
+    h20_s,
+    h200_s,
+    kv_bytes_1t,
+    paper_problem,
+    requests_of,
+    two_clusters,
+)
 
 Case = tuple[PlanProblem, Callable[[list[tuple[float, float]]], TwoClusters]]
 
@@ -38,6 +47,24 @@ def test_same_optimum_as_plain_loops_over_atoms(case: Case, by_length: bool) -> 
     assert point.threshold_tokens is not None
     rate = oracle.rate(point.threshold_tokens, point.n_prefill, by_length=by_length)
     assert rate == pytest.approx(point.lambda_max, rel=1e-9)
+
+
+def test_what_is_better_beside_thresholds_that_all_do_the_same_is_found() -> None:
+    """No prompt is between 28,446 and 35,888 tokens: a threshold there is good, one that divides the shorter better."""
+    lengths = [248, 266, 403, 682, 1603, 1959, 2112, 16_656, 21_651, 28_374, 28_446, 35_888]
+    slow = Quadratic(0.25, 4.835724878197023e-4, 9.389875596115216e-9)
+    problem = replace(
+        paper_problem(
+            bits_per_s=10**9.3046875, lengths=Empirical(lengths, [1, 5, 3, 7, 7, 9, 6, 2, 4, 2, 6, 7])
+        ),
+        prfaas=(PrfaasCluster("east", "h200", 2, 8, Quadratic(0.5, 4.835724878197023e-4)),),
+        pd=(PdCluster("home", "h20", 5, 8, slow, 1, 0.014),),
+        kv_bytes=Quadratic(123_136_145.0, 66_776.0),
+    )
+    problem = replace(problem, workload=replace(problem.workload, output_tokens=77))
+    least = [evaluate(problem, tokens, 4, "by length").lambda_max for tokens in (29_138.0, 35_012.0)]
+    assert least[0] > 1.01 * least[1]
+    assert best_point(problem, "by length").lambda_max >= least[0]
 
 
 @pytest.mark.slow("a property over many random systems")

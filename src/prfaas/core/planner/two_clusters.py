@@ -240,27 +240,36 @@ def best_of(
     best: Found = ((-1.0, -1.0), 0.0, 0)
     for row, (n_prefill, index) in enumerate(zip(splits, _highest(rates, limits), strict=True)):
         found = ((float(rates[row, index]), float(limits[row, index])), float(candidates[index]), n_prefill)
-        # One that is much worse than one before it is not looked at more closely.
-        if found[0][0] > 0.98 * max(best[0][0], 0.0):
-            found = _zoom(split, candidates, index, found)
+        # One that is much worse than one before it is not looked at more closely. Between candidates hides what one
+        # part in twenty of the largest atom is worth, at most.
+        if found[0][0] > 0.95 * max(best[0][0], 0.0):
+            found = _zoom(split, candidates, rates[row], limits[row], found)
         best = max(best, found)
     return best
 
 
-def _zoom(split: Split, candidates: FloatArray, index: int, found: Found) -> Found:
-    """What is better than the candidate at `index` between its neighbours."""
+def _zoom(split: Split, candidates: FloatArray, rates: FloatArray, limits: FloatArray, found: Found) -> Found:
+    """What is better than the best candidate between its neighbours.
+
+    Where no prompt is as long as any of several candidates, all of them are the best: what is better may lie on
+    either side of these.
+    """
     is_sample = split.problem.workload.lengths.atoms() is not None
     for _ in range(_ZOOMS):
-        ends = candidates[max(index - 1, 0)], candidates[min(index + 1, len(candidates) - 1)]
-        if ends[0] == ends[1]:
+        (last,) = _highest(rates[None], limits[None])
+        is_worse = (rates != rates[last]) | (limits != limits[last])
+        first = int(np.flatnonzero(is_worse[:last]).max(initial=-1)) + 1
+        below, above = candidates[max(first - 1, 0)], candidates[min(last + 1, len(candidates) - 1)]
+        if below == above:
             break
-        candidates = np.unique(np.append(np.linspace(*ends, _ZOOM_POINTS), candidates[index]))
+        alike = candidates[[first, last]]
+        beside = [(below, above)] if first == last else [(below, alike[0]), (alike[1], above)]
+        points = [np.linspace(start, end, _ZOOM_POINTS) for start, end in beside]
+        candidates = np.unique(np.concatenate([*points, alike]))
         loads = split.loads(candidates)
-        rates, limits = merits(split, loads, [found[2]])
-        (index,) = _highest(rates, limits)
-        found = max(
-            found, ((float(rates[0, index]), float(limits[0, index])), float(candidates[index]), found[2])
-        )
+        rates, limits = (each[0] for each in merits(split, loads, [found[2]]))
+        (index,) = _highest(rates[None], limits[None])
+        found = max(found, ((float(rates[index]), float(limits[index])), float(candidates[index]), found[2]))
         away, home = sides_of(split, loads, found[2])
         if is_sample and np.minimum(away[1:], home[:-1]).max() < (1 + _FEW) * found[0][1]:
             break
