@@ -10,9 +10,11 @@ import pytest
 from prfaas.cli import main as cli
 
 PAPER = Path(__file__).parents[2] / "examples" / "paper.yaml"
-# Python's own limits are set in the child: bytes that one file may have, as on a disk that is full.
+# Python's own limits are set in the child: bytes that one file may have, as on a disk that is full. It would cut its
+# bytecode off there, and what imports that next ends in an EOFError.
 PRELUDE = "import resource, sys; from prfaas.cli.main import main; sys.argv[0] = 'prfaas'; "
-SMALL_FILES = PRELUDE + "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); main()"
+LIMITED = "sys.dont_write_bytecode = True; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
+SMALL_FILES = PRELUDE + LIMITED + "main()"
 
 
 def refused(
