@@ -243,20 +243,21 @@ def best_of(
         # One that is much worse than one before it is not looked at more closely. Between candidates hides what one
         # part in twenty of the largest atom is worth, at most.
         if found[0][0] > 0.95 * max(best[0][0], 0.0):
-            found = _zoom(split, candidates, rates[row], limits[row], found)
+            found = _zoom(split, candidates, index, rates[row], limits[row], found)
         best = max(best, found)
     return best
 
 
-def _zoom(split: Split, candidates: FloatArray, rates: FloatArray, limits: FloatArray, found: Found) -> Found:
-    """What is better than the best candidate between its neighbours.
+def _zoom(
+    split: Split, candidates: FloatArray, last: int, rates: FloatArray, limits: FloatArray, found: Found
+) -> Found:
+    """What is better than the candidate at `last`, the best, between its neighbours.
 
     Where no prompt is as long as any of several candidates, all of them are the best: what is better may lie on
     either side of these.
     """
     is_sample = split.problem.workload.lengths.atoms() is not None
     for _ in range(_ZOOMS):
-        (last,) = _highest(rates[None], limits[None])
         is_worse = (rates != rates[last]) | (limits != limits[last])
         first = int(np.flatnonzero(is_worse[:last]).max(initial=-1)) + 1
         below, above = candidates[max(first - 1, 0)], candidates[min(last + 1, len(candidates) - 1)]
@@ -268,8 +269,8 @@ def _zoom(split: Split, candidates: FloatArray, rates: FloatArray, limits: Float
         candidates = np.unique(np.concatenate([*points, alike]))
         loads = split.loads(candidates)
         rates, limits = (each[0] for each in merits(split, loads, [found[2]]))
-        (index,) = _highest(rates[None], limits[None])
-        found = max(found, ((float(rates[index]), float(limits[index])), float(candidates[index]), found[2]))
+        (last,) = _highest(rates[None], limits[None])
+        found = max(found, ((float(rates[last]), float(limits[last])), float(candidates[last]), found[2]))
         away, home = sides_of(split, loads, found[2])
         if is_sample and np.minimum(away[1:], home[:-1]).max() < (1 + _FEW) * found[0][1]:
             break
