@@ -308,7 +308,7 @@ def simulate(
 
     import numpy as np
 
-    from prfaas.core.workload.arrivals import Poisson, arrivals_at
+    from prfaas.core.workload.arrivals import arrivals_at
     from prfaas.lab.simulator.recording import caches_for, traffic_for
     from prfaas.lab.simulator.scenario import Failure, as_deployed, stepped
     from prfaas.lab.simulator.simulation import simulate as run
@@ -317,7 +317,7 @@ def simulate(
         raise ValueError("give requests or duration_s, not both")
     planned = _planned(deployment)
     is_shaped = bursts or diurnal is not None
-    arrivals = partial(arrivals_at, bursts=bursts, diurnal=diurnal) if is_shaped else Poisson
+    arrivals = partial(arrivals_at, bursts=bursts, diurnal=diurnal) if is_shaped else None
     traffic = traffic_for(planned, load, requests_per_s, trace, columns, trace_format, arrivals)
     scenario = as_deployed(
         planned,

@@ -381,6 +381,7 @@ def _stepped(deployment: "PlannedDeployment", texts: Sequence[str]) -> "dict[str
     from prfaas.lab.simulator.scenario import stepped
 
     steps: list[tuple[str, float, float]] = []
+    links: dict[str, CapacityProcess] = {}
     for text in texts:
         option = f'--bandwidth-steps "{text}"'
         what, sign, value = text.partition("=")
@@ -391,7 +392,7 @@ def _stepped(deployment: "PlannedDeployment", texts: Sequence[str]) -> "dict[str
             raise CliError(f'{option}: write it as "east->home@600=2 Gbit/s", from second 600 on') from None
         steps.append((link, at_s, field_number(option, "bandwidth", value)))
         try:
-            stepped(deployment, steps)
+            links = stepped(deployment, steps)
         except ValueError as error:
             raise CliError(f"{option}: {error}") from None
-    return stepped(deployment, steps)
+    return links

@@ -65,11 +65,11 @@ def traffic_for(
     trace: Path | str | None,
     columns: Mapping[str, str] | None,
     form: str | None = None,
-    arrivals_at: Callable[[float], Arrivals] = Poisson,
+    arrivals_at: Callable[[float], Arrivals] | None = None,
 ) -> Traffic:
     """A trace or made-up prompts, at a rate, or at a load (0.7) of what the planner finds for them.
 
-    `arrivals_at`: those of made-up prompts at a mean rate.
+    `arrivals_at`: those of made-up prompts at a mean rate; None: Poisson.
 
     Raises:
         ValueError: both a load and a rate, a rate of 0 or less, or a trace that is to have other arrivals.
@@ -88,8 +88,10 @@ def traffic_for(
     if not (math.isfinite(rate) and rate > 0):
         raise ValueError(f"requests must arrive at a rate above 0, not {rate:g} per second")
     if recording is not None:
-        if arrivals_at is not Poisson:
+        if arrivals_at is not None:
             raise ValueError("bursts, day and night are of made-up arrivals; a trace has its own")
         return recording.at_rate(rate)
     workload = problem.workload
-    return IndependentTraffic(arrivals_at(rate), workload.uncached, fixed(workload.output_tokens))
+    return IndependentTraffic(
+        (arrivals_at or Poisson)(rate), workload.uncached, fixed(workload.output_tokens)
+    )
