@@ -181,8 +181,8 @@ def test_of_two_prefills_elsewhere_the_sooner_token_counts_as_much_as_the_kv(nam
     assert policy.decide(early(RoutingRequest(TOKENS)), view).prefill == "one"
 
 
-def test_a_pd_cluster_with_full_slots_costs_the_rest_only() -> None:
-    """Both would wait 2 s for a slot or a prefill: the token need not wait for the slot."""
+def slots_or_prefills() -> View:
+    """Two PD clusters: in one a slot is to be waited for, 2 s, in the other a prefill."""
     view = board(
         prefiller("p1", "pd1"),
         decoder("d1", "pd1", decoding=18),
@@ -191,6 +191,12 @@ def test_a_pd_cluster_with_full_slots_costs_the_rest_only() -> None:
         links=[],
     )
     view.clusters["pd1"].slot_s = 3.0 * 16 / 3
+    return view
+
+
+def test_a_pd_cluster_with_full_slots_costs_the_rest_only() -> None:
+    """The token need not wait for the slot."""
+    view = slots_or_prefills()
     usual, soon = (
         LEAST.decide(each, view) for each in (RoutingRequest(TOKENS), early(RoutingRequest(TOKENS)))
     )
@@ -200,14 +206,7 @@ def test_a_pd_cluster_with_full_slots_costs_the_rest_only() -> None:
 
 def test_where_the_kv_is_read_the_token_waits_for_the_slot_too() -> None:
     """A producer that KV is read from samples nothing that counts: both clusters compare by their last byte."""
-    view = board(
-        prefiller("p1", "pd1"),
-        decoder("d1", "pd1", decoding=18),
-        prefiller("p2", "pd2", busy_until_s=NOW_S + 1.5),
-        decoder("d2", "pd2"),
-        links=[],
-    )
-    view.clusters["pd1"].slot_s = 3.0 * 16 / 3
+    view = slots_or_prefills()
     view.clusters["pd1"].reads_kv = True
     assert LEAST.decide(early(RoutingRequest(TOKENS)), view).decode == "d2"
 
