@@ -60,6 +60,7 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.planner import PlanError
     from prfaas.core.workload.lengths import WorkloadError
     from prfaas.serving.engines import EngineError
+    from prfaas.serving.ledger_file import LedgerFileError
     from prfaas.serving.secret_files import (
         AdminTokenError,
         ClientsFileError,
@@ -68,7 +69,14 @@ def sentence(error: Exception, command: str = "") -> str | None:
         TraceHeadersError,
     )
 
-    files = (AdminTokenError, ClientsFileError, KeyFileError, TlsFileError, TraceHeadersError)
+    files = (
+        AdminTokenError,
+        ClientsFileError,
+        KeyFileError,
+        LedgerFileError,
+        TlsFileError,
+        TraceHeadersError,
+    )
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, WorkloadError)
     if isinstance(error, (*known, *files)):
         return str(error)

@@ -41,6 +41,7 @@ from prfaas.cli.simulate import simulate
 from prfaas.cli.status import status
 from prfaas.cli.study import study
 from prfaas.cli.up import up
+from prfaas.cli.worth import worth
 
 # More characters than any command's first sentence has.
 _WHOLE = 1000
@@ -88,7 +89,7 @@ app = typer.Typer(
 # By what they are for, as the overview has them.
 _COMMANDS: dict[str, tuple[Any, ...]] = {
     "Run": (init, up, serve, engine, model, pool, key, certs, emit, reload, drain, undrain),
-    "Watch": (doctor, status, explain, demo, replay, monitoring),
+    "Watch": (doctor, status, explain, worth, demo, replay, monitoring),
     "Decide": (models, bandwidth, profile, plan, simulate, study, reproduce),
     "Extend": (policies, schema),
 }

@@ -20,6 +20,7 @@ from prfaas.core.deployment.gateway import (
     FleetConfig,
     GatewayConfig,
     GatewayLimits,
+    LedgerConfig,
     TracingConfig,
 )
 from prfaas.core.deployment.load import load_deployment, load_planned
@@ -58,6 +59,7 @@ __all__ = [
     "GatewayConfig",
     "GatewayLimits",
     "Instance",
+    "LedgerConfig",
     "Link",
     "LocalTransfer",
     "ModelSource",

@@ -74,6 +74,20 @@ class TracingConfig(Section, on_change=EVERYTHING):
 
 
 @dataclass(frozen=True, slots=True)
+class LedgerConfig(Section, on_change=GATEWAY_AGAIN):
+    """What was predicted and what came of each request: `prfaas worth` says from it what offloading is worth."""
+
+    file: HomeFile
+    """SQLite file that the gateway writes; it is made where there is none."""
+    days: Positive = 14
+    """Older requests are dropped."""
+    requests: Positive = 2_000_000
+    """Of more, the oldest are dropped; 2 million take some 500 MB."""
+    holdout: Annotated[Share, LIVE] = 0.0
+    """Share of the requests to offload that stay in their PD cluster all the same, drawn by chance."""
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig(Section, on_change=LIVE):
     """Where clients and operators connect, and what clients are told."""
 
@@ -106,6 +120,8 @@ class GatewayConfig(Section, on_change=LIVE):
     """How much one gateway takes on."""
     cluster: Annotated[Name | None, GIVEN, GATEWAY_AGAIN] = None
     """The cluster whose network the gateway is in; left out: the one that decodes, where only one does."""
+    ledger: Annotated[LedgerConfig | None, GIVEN, GATEWAY_AGAIN] = None
+    """Where each request's predictions and outcome are kept; left out: nowhere."""
     tracing: Annotated[TracingConfig | None, GIVEN, EVERYTHING] = None
     """Where traces go; left out: what `OTEL_*` variables of the environment say."""
 

@@ -175,6 +175,21 @@ class CacheTransfer(Struct, frozen=True):
         return self.num_tokens if self.from_pool else self.num_tokens - 1
 
 
+HELD_OUT = "holdout"
+"""The reason of what stays although it would have been offloaded."""
+
+
+class OtherWay(Struct, frozen=True):
+    """What the way that was not taken would have been, by the numbers of the same moment."""
+
+    prefill: str
+    """The instance that would have prefilled."""
+    prefill_tokens: int
+    """What it would have computed."""
+    first_token_s: float
+    """Predicted, as `Decision.first_token_s`."""
+
+
 # A struct, not a data class, which takes five times as long to make: a simulator asks for a hundred thousand a second.
 class Decision(Struct, kw_only=True, frozen=True):
     """One routing decision, with the numbers that decided. `msgspec.structs.replace` makes another."""
@@ -221,6 +236,13 @@ class Decision(Struct, kw_only=True, frozen=True):
     """What comes after a predicted TTFT that waits for no KV: until `decode` has it and can write the second token."""
     num_tokens: int = 0
     """Tokens of the whole prompt; 0: nothing is known of a cached prefix."""
+    other: OtherWay | None = None
+    """Of an offloaded request, and of one that was held out; known where a ledger is kept."""
+
+    @property
+    def first_token_s(self) -> float:
+        """Until the client has the first token, as predicted. One of the prefill waits for no decode slot."""
+        return self.predicted_ttft_s + (0.0 if self.kv_wait_s else self.decode_wait_s)
 
     @property
     def reused_tokens(self) -> int:

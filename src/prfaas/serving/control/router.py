@@ -1,16 +1,18 @@
 """Routing of requests: the routing policy decides by the prompt's held prefixes and the view."""
 
 import logging
+import random
 from collections import Counter
 from collections.abc import Collection, Sequence
 
 import prometheus_client
+from msgspec.structs import replace
 
 from prfaas.core.deployment import AppliedDeployment
 from prfaas.core.deployment.types import BUILT_IN_POLICIES, DEFAULT_POLICY
 from prfaas.core.prefix.hashing import PromptChains
 from prfaas.core.scheduling.checked_policy import CheckedPolicy
-from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
+from prfaas.core.scheduling.decision import HELD_OUT, Decision, OtherWay, Route, RoutingRequest
 from prfaas.core.scheduling.policy import Policy, make_policy
 from prfaas.core.scheduling.routing import prefill_at_decode
 from prfaas.core.scheduling.view import View
@@ -57,6 +59,10 @@ class GuardedPolicy:
                 error,
                 exc_info=error,
             )
+
+
+def _other_way(decision: Decision) -> OtherWay:
+    return OtherWay(decision.prefill, decision.prefill_tokens, decision.first_token_s)
 
 
 class Router(Part):
@@ -120,11 +126,27 @@ class Router(Part):
         self._routed += 1
         request = self._prefixes.request(match, num_tokens, self._routed, first_from_prefill)
         policy = self._policy if offload else self._local
-        decision = match.bound(policy.decide(request, view), num_tokens, state.kv_between)
+        decision = policy.decide(request, view)
+        if decision.route is Route.OFFLOAD and not avoid:
+            decision = self._beside_local(decision, request, view)
+        decision = match.bound(decision, num_tokens, state.kv_between)
         self._count(decision)
         if offload and not avoid and view.pools:
             self._hot_prefixes.note(decision.prefill, chains, match.pools)
         return decision
+
+    def _beside_local(self, offloaded: Decision, request: RoutingRequest, view: View) -> Decision:
+        """The decision with what the PD cluster itself would take, or the other way round for a few: the holdout.
+
+        Nothing that a client sends has a part in who is held out.
+        """
+        ledger = self._running.current.gateway.ledger
+        if ledger is None:
+            return offloaded
+        local = self._local.decide(request, view)
+        if random.random() >= ledger.holdout:
+            return replace(offloaded, other=_other_way(local))
+        return replace(local, reason=HELD_OUT, other=_other_way(offloaded))
 
     def at_decode(
         self,

@@ -261,6 +261,8 @@ class Intake:
                 tenant, is_named = tenants.salt(http.headers), tenants.names(http.headers)
             else:
                 tenant, is_named = tenants.of_client(client.name, client.share), True
+            if is_named:
+                record.tenant = tenants.shown(tenant) if client is None else client.name
             # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
             tells_all = self._context.running.current.gateway.route_header == "full"
             record.tells_details = tells_all or is_named

@@ -50,6 +50,7 @@ class Metrics(DeclaredMetrics):
     egress_cost = counter(
         "What KV bytes over a link cost, in the currency of the deployment file's prices.", "link"
     )
+    ledger_lost = counter("Requests that the ledger could not keep, since its file could not be written.")
     decode_failures = cached_counter(
         "Decode instances that failed a request, by reason (unreachable, died, http-STATUS).", "reason"
     )

@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -93,6 +93,8 @@ class RequestRecord:
     began_s: float
     """The same by `time.perf_counter`."""
     model: str = ""
+    tenant: str = ""
+    """A client's name, or a digest of what a header says; empty: nobody said."""
     streamed: bool = False
     prompt_tokens: int | None = None
     answer_tokens: int | None = None
@@ -210,11 +212,24 @@ RECORD = web.RequestKey("prfaas_record", RequestRecord)
 class RequestLog:
     """The latest requests by id; the oldest are dropped. Counts them when they end."""
 
-    def __init__(self, capacity: int, metrics: Metrics, tracing: "OtelTracing | None" = None) -> None:
-        """`tracing`: None: no request is traced."""
+    def __init__(
+        self,
+        capacity: int,
+        metrics: Metrics,
+        tracing: "OtelTracing | None" = None,
+        keep: Callable[[RequestRecord, float], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            capacity: how many requests are remembered.
+            metrics: count them.
+            tracing: None: no request is traced.
+            keep: called with each record at its end, and with the seconds that the request took.
+        """
         self.capacity = capacity
         self._metrics = metrics
         self._tracing = tracing
+        self._keep = keep
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._open: dict[str, RequestRecord] = {}
 
@@ -255,6 +270,8 @@ class RequestLog:
             self._metrics.in_flight_requests.dec()
             self._metrics.requests.labels(record.endpoint, record.route, record.outcome).inc()
             self._count(record, total_s)
+            if self._keep is not None:
+                self._keep(record, total_s)
             _end_trace(record, record.began_s + total_s)
 
     def _count(self, record: RequestRecord, total_s: float) -> None:

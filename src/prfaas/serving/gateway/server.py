@@ -32,6 +32,7 @@ from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.http_pool import HttpPool, HttpTimes
 from prfaas.serving.gateway.intake import Intake
+from prfaas.serving.gateway.ledger import Entries, Ledger
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.prompts.request import Tenants
 from prfaas.serving.gateway.prompts.tokenization import LocalTokenizer, Tokenization
@@ -110,7 +111,10 @@ class Gateway:
     def __init__(
         self, deployment: Deployment, plane: LivePlane, options: GatewayOptions, process: GatewayProcess
     ) -> None:
-        """Raises KeyFileError, ClientsFileError, AdminTokenError, TraceHeadersError: a file can't be used."""
+        """
+        Raises:
+            KeyFileError, ClientsFileError, AdminTokenError, TraceHeadersError, LedgerFileError: a file can't be used.
+        """
         self._plane = plane
         reloader, tls, config = process.reloader, process.tls, deployment.gateway
         running = RunningDeployment(deployment) if reloader is None else reloader.running
@@ -151,7 +155,12 @@ class Gateway:
         prefill = self._prefills(key, context)
         self._shadow = Shadow(context)
         self._tracing = _tracing(deployment, self._metrics)
-        log = RequestLog(options.kept_records, self._metrics, self._tracing)
+        self._ledger = None
+        if config.ledger is not None:
+            entries = Entries(running, plane.cluster_state.view)
+            self._ledger = Ledger(config.ledger, entries, self._metrics.ledger_lost.inc)
+        keep = None if self._ledger is None else self._ledger.add
+        log = RequestLog(options.kept_records, self._metrics, self._tracing, keep)
         self._admission = Admission(running, plane.waits)
         generation = Generation(
             context,
@@ -249,6 +258,8 @@ class Gateway:
         await self._client.close()
         if self._tracing is not None:
             await self._tracing.close()
+        if self._ledger is not None:
+            await asyncio.to_thread(self._ledger.close)
         for threads in self._threads:
             threads.close()
 

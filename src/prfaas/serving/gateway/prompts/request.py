@@ -15,6 +15,7 @@ from prfaas.serving.transport.ticket import TENANT_BYTES, TransferAttributes, Tr
 _TENANT_PURPOSE = b"prfaas tenant\x00"
 _CLIENT_PURPOSE = b"client\x00"
 _LINK_PURPOSE = b"prfaas tenant on a link\x00"
+_SHOWN_PURPOSE = b"prfaas tenant in a ledger\x00"
 _SALT_BYTES = 16
 
 
@@ -112,6 +113,10 @@ class Tenants:
         if len(values) > 1:
             raise ApiError(400, f"The header {self._header} must not be given more than once.")
         return self._salt(self._spelt_alike(values[0]) if values else b"")
+
+    def shown(self, salt: str) -> str:
+        """What operators may read of a tenant that a header names: neither the header nor the salt."""
+        return hmac.digest(self._key, _SHOWN_PURPOSE + salt.encode(), hashlib.sha256).hex()[:12]
 
     def of_client(self, name: str, weight: int) -> str:
         """The salt of a client with an API key, which has so many parts of a link."""

@@ -1,0 +1,139 @@
+"""What offloading was worth, from the rows of ledgers (`core/ledger.py`)."""
+
+import math
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+By = Literal["hour", "hour-of-day", "cluster", "link", "length", "tenant", "all"]
+"""What requests are put together by."""
+
+BYS: tuple[str, ...] = get_args(By)
+
+_KEYS: dict[str, str] = {
+    "all": "'all'",
+    "hour": "strftime('%Y-%m-%d %H:00', at_s, 'unixepoch')",
+    "hour-of-day": "strftime('%H:00', at_s, 'unixepoch')",
+    "cluster": "decode_cluster",
+    "link": "CASE route WHEN 'offload' THEN prefill_cluster || '->' || decode_cluster ELSE 'stays' END",
+    "length": """CASE WHEN prompt_tokens < 1000 THEN '   0 to 1K' WHEN prompt_tokens < 4000 THEN '  1K to 4K'
+        WHEN prompt_tokens < 16000 THEN ' 4K to 16K' WHEN prompt_tokens < 64000 THEN '16K to 64K'
+        ELSE '64K and more' END""",
+    "tenant": "tenant",
+}
+_TIMED = "outcome = 'ok' AND first_token_s IS NOT NULL"
+_MOVED = f"route = 'offload' AND other_s IS NOT NULL AND {_TIMED}"
+# A way that failed is no error of a prediction.
+_FORESEEN = f"{_TIMED} AND attempts = 1"
+_STAYED = f"held_out AND {_TIMED}"
+_PAID = "route = 'offload' AND other_gpu_cost IS NOT NULL"
+
+
+def _sum(what: str, where: str) -> str:
+    return f"coalesce(sum({what}) FILTER (WHERE {where}), 0.0)"
+
+
+_COLUMNS = (
+    "count(*)",
+    "count(*) FILTER (WHERE route = 'offload')",
+    f"count(*) FILTER (WHERE {_MOVED})",
+    _sum("other_s", _MOVED),
+    _sum("first_token_s", _MOVED),
+    _sum("first_token_s * first_token_s", _MOVED),
+    f"count(*) FILTER (WHERE {_STAYED})",
+    _sum("first_token_s", _STAYED),
+    _sum("first_token_s * first_token_s", _STAYED),
+    _sum("predicted_s", f"{_FORESEEN} AND route = 'local'"),
+    _sum("first_token_s", f"{_FORESEEN} AND route = 'local'"),
+    _sum("predicted_s", f"{_FORESEEN} AND route = 'offload'"),
+    _sum("first_token_s", f"{_FORESEEN} AND route = 'offload'"),
+    _sum("other_gpu_s", _PAID),
+    _sum("gpu_s", _PAID),
+    _sum("other_gpu_cost - gpu_cost", _PAID),
+    "coalesce(sum(egress_bytes), 0)",
+    "coalesce(sum(egress_cost), 0.0)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Requests that have something in common. Seconds are until the first token, from the decision on."""
+
+    key: str
+    requests: int
+    offloaded: int
+    timed: int
+    """Offloaded ones that had their first token."""
+    without_s: float
+    """What these would have taken in their PD clusters, as predicted when they were decided; a sum."""
+    with_s: float
+    """What they took; a sum."""
+    with_squares: float
+    held_out: int
+    """Those that stayed although they would have been offloaded, and had their first token."""
+    held_out_s: float
+    held_out_squares: float
+    stayed_predicted_s: float
+    """Of all that stayed and went their way at once: predicted, and what came."""
+    stayed_s: float
+    left_predicted_s: float
+    """The same of all that were offloaded."""
+    left_s: float
+    gpu_s_moved: float
+    """GPU-seconds of prefill that PD clusters were spared."""
+    gpu_s_spent: float
+    """GPU-seconds that these took where they went."""
+    gpu_cost_spared: float
+    """Price of the former less that of the latter."""
+    egress_bytes: int
+    egress_cost: float
+
+    @property
+    def saved_share(self) -> float | None:
+        """By how much sooner the first tokens of offloaded requests came; None: there were none."""
+        return 1.0 - self.with_s / self.without_s if self.without_s else None
+
+    @property
+    def net(self) -> float:
+        """Money that offloading spared, in the currency of the file's prices."""
+        return self.gpu_cost_spared - self.egress_cost
+
+    @property
+    def bias(self) -> tuple[float | None, float | None]:
+        """(What stayed, what was offloaded): by which share it took longer than predicted."""
+        pairs = ((self.stayed_s, self.stayed_predicted_s), (self.left_s, self.left_predicted_s))
+        stayed, left = (came / predicted - 1.0 if predicted else None for came, predicted in pairs)
+        return stayed, left
+
+    def marginal_s(self) -> tuple[float, float] | None:
+        """How much sooner one more offloaded request has its first token, and half the 95 % interval.
+
+        Those held out stand beside the others, whose queues they share: it is not what offloading as a whole is worth.
+        None with fewer than ten on either side.
+        """
+        if min(self.held_out, self.timed) < _LEAST:
+            return None
+        stayed_s, stayed = _mean_and_error(self.held_out, self.held_out_s, self.held_out_squares)
+        left_s, left = _mean_and_error(self.timed, self.with_s, self.with_squares)
+        return stayed_s - left_s, _NORMAL_95 * math.hypot(stayed, left)
+
+
+_LEAST = 10
+_NORMAL_95 = 1.96
+
+
+def _mean_and_error(count: int, total: float, squares: float) -> tuple[float, float]:
+    mean = total / count
+    return mean, math.sqrt(max(squares / count - mean * mean, 0.0) / (count - 1))
+
+
+def worth(ledgers: Iterable[sqlite3.Connection], by: By = "all", since_s: float = 0.0) -> list[Worth]:
+    """What the requests since then (Unix time) were worth, of all ledgers together, in the order of their keys."""
+    query = f"SELECT {_KEYS[by]} AS key, {', '.join(_COLUMNS)} FROM requests WHERE at_s >= ? GROUP BY key"
+    found: dict[str, Sequence[float]] = {}
+    for ledger in ledgers:
+        for key, *numbers in ledger.execute(query, (since_s,)):
+            before = found.get(key)
+            found[key] = numbers if before is None else [a + b for a, b in zip(before, numbers, strict=True)]
+    return [Worth(key, *numbers) for key, numbers in sorted(found.items())]  # type: ignore[arg-type]
