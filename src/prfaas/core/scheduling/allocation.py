@@ -7,6 +7,7 @@ from typing import Literal
 from prfaas.core.deployment import Role
 from prfaas.core.planner import PlanProblem
 from prfaas.core.planner.fixed_roles import best_roles, rate_with_roles
+from prfaas.core.scheduling.known_problem import KnownProblem
 from prfaas.core.scheduling.view import InstanceView
 
 COOL_DOWN_PERIODS = 2
@@ -108,8 +109,8 @@ class Allocator:
     instance. Of the giving role the least busy healthy instance goes, ties by name. A data-parallel group goes as a
     whole, where no more than its ranks are wanted. Clusters where some instance has both roles at once have nothing to
     convert, and stay.
-    Costs some milliseconds for two clusters, up to seconds for many (a mixed-integer programme): run it beside an
-    event loop.
+    Costs some milliseconds for two clusters, up to seconds for many (a mixed-integer programme), less while the problem
+    stays what it was: run it beside an event loop.
     """
 
     persist: int = 3
@@ -119,19 +120,28 @@ class Allocator:
     least: float = 0.3
     _agreed: dict[tuple[str, Role], int] = field(default_factory=dict, init=False)
     _last_s: float = field(default=float("-inf"), init=False)
+    _known: KnownProblem = field(default_factory=KnownProblem, init=False)
+    _best: dict[str, int] = field(default_factory=dict, init=False)
+    _rates: dict[tuple[tuple[str, int], ...], float] = field(default_factory=dict, init=False)
 
-    def decide(self, loads: Sequence[PdLoad], problem: PlanProblem, now_s: float) -> Conversion | None:
+    def decide(
+        self, loads: Sequence[PdLoad], problem: PlanProblem, now_s: float, *, sample_count: int = 0
+    ) -> Conversion | None:
         """One evaluation; call it periodically, with the loads since the call before.
 
-        `problem`: the deployment now with the traffic that was seen, its PD clusters with as many instances as are
-        healthy. PD clusters that it does not have are left alone.
+        Args:
+            loads: as measured.
+            problem: the deployment now with the traffic that was seen, its PD clusters with as many instances as are
+                healthy. PD clusters that it does not have are left alone.
+            now_s: of any one clock.
+            sample_count: how many requests the problem's lengths were taken from; 0: the problem is always a new one.
         """
         planned = {pd.name: pd.instances for pd in problem.pd}
         known = [load for load in loads if _is_divided(load) and planned.get(load.cluster) == _healthy(load)]
         if len(known) < len(planned) or _is_changing(loads):
             self._agreed.clear()
             return None
-        wanted = self._wanted(known, problem)
+        wanted = self._wanted(known, problem, sample_count)
         self._agreed = {key: self._agreed.get(key, 0) + 1 for key in wanted}
         if now_s - self._last_s < self.cool_down_s:
             return None
@@ -143,18 +153,21 @@ class Allocator:
         self._last_s = now_s
         return best
 
-    def _wanted(self, loads: Sequence[PdLoad], problem: PlanProblem) -> dict[tuple[str, Role], Conversion]:
+    def _wanted(
+        self, loads: Sequence[PdLoad], problem: PlanProblem, sample_count: int
+    ) -> dict[tuple[str, Role], Conversion]:
         """What planner and measurements agree on now, for throughput."""
         busier = {load.cluster: self._busier(load) for load in loads}
         if not any(busier.values()):
             return {}
         now = {load.cluster: len(load.able("prefill")) for load in loads}
-        best = best_roles(problem)
+        if problem.is_two_cluster or not sample_count or self._known.is_new(problem, None, sample_count):
+            self._best, self._rates = best_roles(problem), {}
+        best = self._best
         best = {load.cluster: _inside(best[load.cluster], load) for load in loads}
         if best == now:
             return {}
-        before = rate_with_roles(problem, now)
-        rate_best = rate_with_roles(problem, best)
+        before, rate_best = self._rate(problem, now), self._rate(problem, best)
         wanted: dict[tuple[str, Role], Conversion] = {}
         for load in loads:
             missing = best[load.cluster] - now[load.cluster]
@@ -166,7 +179,7 @@ class Allocator:
             if spare is None:
                 continue
             step = now[load.cluster] + (len(spare) if missing > 0 else -len(spare))
-            after = rate_with_roles(problem, {**now, load.cluster: step})
+            after = self._rate(problem, {**now, load.cluster: step})
             if after < before * (1 - _EQUAL):
                 continue
             reason = f"{role} is the limit: {now[load.cluster]} prefill, best {best[load.cluster]}"
@@ -174,6 +187,13 @@ class Allocator:
                 load.cluster, spare[0].name, role, reason, before, rate_after=after, rate_best=rate_best
             )
         return wanted
+
+    def _rate(self, problem: PlanProblem, roles: dict[str, int]) -> float:
+        """Λ_max with these roles."""
+        key = tuple(sorted(roles.items()))
+        if key not in self._rates:
+            self._rates[key] = rate_with_roles(problem, roles)
+        return self._rates[key]
 
     def _busier(self, load: PdLoad) -> Role | None:
         """The side that holds the other up, by measurement; None if neither clearly does."""

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from prfaas.core.arrays import FloatArray
 from prfaas.core.planner import PlanProblem
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides
+from prfaas.core.scheduling.known_problem import KnownProblem
 
 SETTLE_S = 0.3
 """Events come in bunches: a link's fall is followed by its capacity's. So long a search waits for the rest."""
@@ -43,12 +44,14 @@ class ThresholdOptimiser:
     searched periodically it must also move the balance of Eq. 7 (work offloaded to work kept) further than two samples
     of the same traffic differ by chance: `noise_sds` standard deviations, which follow from the number of lengths and
     the spread of their work. Where no link leads to a PD cluster its threshold is infinite at once.
-    Costs 1 ms for two clusters, some tenths of a second for more: run it beside an event loop, not in it.
+    Costs 1 ms for two clusters, some tenths of a second for more: run it beside an event loop, not in it. For more, a
+    periodic search that has nothing new to look at ends at once.
     """
 
     margin: float = 0.02
     link_margin: float = 0.2
     noise_sds: float = 3.5
+    _known: KnownProblem = field(default_factory=KnownProblem, init=False, compare=False)
 
     def propose(
         self,
@@ -65,6 +68,10 @@ class ThresholdOptimiser:
         `sample_count`: how many requests the problem's lengths were taken from. Each PD cluster is
         taken to decode the part of all requests that its decode capacity is of all.
         """
+        if not problem.is_two_cluster:
+            key = (tuple(prefill.items()), tuple(current_tokens.items()))
+            if not self._known.is_new(problem, key, sample_count) and reason == "periodic":
+                return None
         sides = prefill_sides(problem, prefill, even_spread(problem, prefill))
         found = {
             name: self._chosen(side, current_tokens.get(name), sample_count, reason)

@@ -167,7 +167,8 @@ class SlowLoops:
             return
         try:
             problem = self._problem(lengths, self._output_tokens)
-            conversion = self._allocator.decide(loads, problem, now_s)
+            count = world.window.count(now_s)
+            conversion = self._allocator.decide(loads, problem, now_s, sample_count=count)
         except (PlanError, WorkloadError):
             return
         if conversion is not None:

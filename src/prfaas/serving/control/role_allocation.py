@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 from prfaas.core.deployment import AppliedDeployment, ControlConfig, Role
@@ -255,7 +256,8 @@ class RoleAllocation(Part):
             return
         try:
             problem = self._facts.problem(lengths, output_tokens)
-            conversion = await asyncio.to_thread(self._allocator.decide, loads, problem, now_s)
+            decide = partial(self._allocator.decide, sample_count=self._window.count(now_s))
+            conversion = await asyncio.to_thread(decide, loads, problem, now_s)
         except (PlanError, WorkloadError) as error:
             self.last["result"] = str(error)
             return
