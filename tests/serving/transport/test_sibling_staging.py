@@ -16,7 +16,7 @@ from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOption
 from prfaas.serving.transport.outgoing import OutgoingTransfer
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sibling_staging import Lent, LentTransfer, Loads, SiblingStaging
+from prfaas.serving.transport.sibling_staging import Follow, Lent, LentTransfer, SiblingStaging
 from prfaas.serving.transport.staging import StagingArena, shared_memory
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferPhase
@@ -200,7 +200,7 @@ def test_only_who_loads_is_told_of_progress(monkeypatch: pytest.MonkeyPatch) -> 
         until(lambda: lent.ends([(0, 0)]) == [SIZES[0]])
         # A second load of the same needs not be asked for.
         assert both.claimed(transfer_id) is lent
-        assert sum(isinstance(frame, Loads) for frame in told) == 1
+        assert sum(isinstance(frame, Follow) for frame in told) == 1
         transfer.abort("a test")
         until(lambda: lent.phase is TransferPhase.FAILED)
         both.siblings[1].release(lent, used=False)

@@ -73,7 +73,7 @@ class Came(msgspec.Struct, frozen=True, tag="came"):
     """It has failed, and an engine can resume from what has come."""
 
 
-class Loads(msgspec.Struct, frozen=True, tag="loads"):
+class Follow(msgspec.Struct, frozen=True, tag="follow"):
     """Report that a reader has begun to load a transfer, and so wants to know its progress."""
 
     transfer_id: bytes
@@ -85,7 +85,7 @@ class GaveBack(msgspec.Struct, frozen=True, tag="gave_back"):
     transfer_id: bytes
 
 
-Frame = Hello | Lent | Came | Loads | GaveBack
+Frame = Hello | Lent | Came | Follow | GaveBack
 _DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
@@ -135,7 +135,7 @@ class LentTransfer(StagedRegions):
         self._covered: tuple[tuple[tuple[int, int], ...], ...] = ((),) * len(lent.region_bytes)
         self._is_kept = False
         self.readers = 0
-        """Loads that read it at this moment."""
+        """Follow that read it at this moment."""
         self.uses_left: int | None = None
         """Requests that have not loaded it yet; None: none has come."""
         self.since_s = 0.0
@@ -361,7 +361,7 @@ class SiblingStaging:
                 lent.uses_left = uses
             lent.readers += 1
         if is_first and not lent.phase.terminal:
-            self._send(lender, Loads(transfer_id))
+            self._send(lender, Follow(transfer_id))
         return lent
 
     def release(self, lent: LentTransfer, *, used: bool = True) -> None:
@@ -440,7 +440,7 @@ class SiblingStaging:
                     known.since_s = time.monotonic()
             if frame.phase.terminal:
                 self._wake.set()
-        elif isinstance(frame, Loads):
+        elif isinstance(frame, Follow):
             with self._lock:
                 loan = self._loans.get(frame.transfer_id)
                 if loan is not None and rank in loan.readers:
