@@ -135,7 +135,7 @@ class LentTransfer(StagedRegions):
         self._covered: tuple[tuple[tuple[int, int], ...], ...] = ((),) * len(lent.region_bytes)
         self._is_kept = False
         self.readers = 0
-        """Follow that read it at this moment."""
+        """Loads that read it at this moment."""
         self.uses_left: int | None = None
         """Requests that have not loaded it yet; None: none has come."""
         self.since_s = 0.0
