@@ -73,11 +73,9 @@ def of_two_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S
 def test_of_two_modules_the_second_has_the_kv_of_the_prompt_too(
     of_two_modules: tuple[Stack, ToldDrafts],
 ) -> None:
-    """The decode engine computes the last token before the next one itself, which the second module looks ahead to."""
+    """What is drafted behind a moved prompt is what the decode engine drafts behind its own."""
     stack, told = of_two_modules
     answers = offload(stack)
-    for ids, answer in answers:
-        print(len(ids), dict(answer.route))
     moved = told.new()
     assert all(len(drafts) == 2 for drafts in moved.values())
     for ids, _ in answers:
