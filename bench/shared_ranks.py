@@ -4,7 +4,8 @@
 
 Latents, as MLA keeps them, go from the ranks of a prefill engine to those of a decode engine: pages are digested, sent,
 received, loaded by every rank out of shared staging, and checked, in one process. The bytes on the wire are those of
-one copy. Each round does the same transfer between engines of one rank each, and between several, in turn.
+one copy. Each round does the same transfer between engines of one rank each, and between several, in turn; all have as
+many connections, shared out among ranks.
 
 Ratios are medians over rounds of paired measurements. Every rank has memory of its own to fill, whatever is shared: the
 second ratio counts the loads of all ranks as one, so that it says what sharing itself costs.
@@ -47,6 +48,7 @@ LAYERS = tuple(f"layer.{number}" for number in range(8))
 BLOCK_TOKENS, LATENT_BYTES = 64, 1152
 LIMITS = TransferLimits(load_wait_s=WAIT_S, staging_ttl_s=WAIT_S)
 MOST_RATIO = 1.10
+CONNECTIONS = 4
 RANKS = ((1, 1), (2, 2), (1, 2), (2, 1))
 
 
@@ -131,10 +133,13 @@ class Way:
             )
             stack.callback(self.consumers[-1].close)
         self.producers = []
+        connections = CONNECTIONS // max(senders, readers)
         for rank, memory in enumerate(self.east):
             own = wire_layouts(memory.layout, "east", rank, senders)
             peers = {
-                f"home/{each}": Peer(f"home/{each}", "127.0.0.1", receivers[each].port, "link", 2, None)
+                f"home/{each}": Peer(
+                    f"home/{each}", "127.0.0.1", receivers[each].port, "link", connections, None
+                )
                 for each in paired_ranks(rank, senders, readers)
             }
             sender = Sender(
@@ -147,7 +152,7 @@ class Way:
             )
             sender.start()
             stack.callback(sender.close)
-            until(partial(_is_connected, sender))
+            until(partial(_is_connected, sender, connections))
             self.producers.append(KvProducer(memory.layout, own, sender, WAIT_S, ConnectorStats()))
 
     def transfer(self) -> tuple[float, float]:
@@ -175,8 +180,8 @@ def _begin(siblings: SiblingStaging, transfer_id: bytes, wire: WireLayout) -> No
     siblings.begin(transfer_id, wire.readers)
 
 
-def _is_connected(sender: Sender) -> bool:
-    return all(peer["connections"] == 2 for peer in sender.stats()["peers"].values())
+def _is_connected(sender: Sender, connections: int) -> bool:
+    return all(peer["connections"] == connections for peer in sender.stats()["peers"].values())
 
 
 def measure(num_tokens: int, rounds: int) -> Iterator[Figure]:

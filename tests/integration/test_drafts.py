@@ -62,6 +62,29 @@ def offload(stack: Stack) -> list[tuple[list[int], Any]]:
     return answers
 
 
+@pytest.fixture(scope="module")
+def of_two_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, ToldDrafts]]:
+    directory, told = tmp_path_factory.mktemp("prfaas-two-modules"), tmp_path_factory.mktemp("told-by-two")
+    path, env = write_drafting(directory, model="qwen3-next", prefill=2, decode=2, modules=2, told=told)
+    for stack in running(path, env):
+        yield stack, ToldDrafts(told)
+
+
+def test_of_two_modules_the_second_has_the_kv_of_the_prompt_too(
+    of_two_modules: tuple[Stack, ToldDrafts],
+) -> None:
+    """What is drafted behind a moved prompt is what the decode engine drafts behind its own."""
+    stack, told = of_two_modules
+    answers = offload(stack)
+    moved = told.new()
+    assert all(len(drafts) == 2 for drafts in moved.values())
+    for ids, _ in answers:
+        call(stack.url(DECODE, "/v1/completions"), completion_body(ids, 24, cache_salt="plain"))
+    equal = equal_drafts(moved, told.new())
+    print(f"{sum(equal)} of {len(equal)} drafts equal")
+    assert len(equal) >= len(PROMPTS) and sum(equal) >= 0.95 * len(equal)
+
+
 @pytest.fixture(scope="module", params=["qwen3", "qwen3-next"])
 def drafting_at_home(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

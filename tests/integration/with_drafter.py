@@ -23,28 +23,30 @@ from .shimmed import with_shims
 from .stack import write_deployment
 
 
-def write_checkpoint(directory: Path, name: str = "qwen3-next") -> Path:
-    """The model's own files, with weights and a setting more."""
+def write_checkpoint(directory: Path, name: str = "qwen3-next", modules: int = 1) -> Path:
+    """The model's own files, with weights and a setting more; `modules`: for the tokens behind the next one."""
     from safetensors.torch import save_file
 
     folder = tiny_model(name, directory)
-    config: dict[str, Any] = tiny_config(name)
+    config: dict[str, Any] = tiny_config(name) | {"num_nextn_predict_layers": modules}
     maker = WeightMaker(f"{name}-mtp")
     _LAYERS[name](maker, config)
     save_file(
         tiny_weights(name, config) | maker.tensors, folder / "model.safetensors", metadata={"format": "pt"}
     )
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def _layer_of_qwen3_next(maker: WeightMaker, config: dict[str, Any]) -> None:
-    hidden, layer = config["hidden_size"], "mtp.layers.0."
+    hidden = config["hidden_size"]
     maker.matrix("mtp.fc.weight", hidden, 2 * hidden)
-    norms = ("mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding")
-    for name in (*norms, layer + "input_layernorm", layer + "post_attention_layernorm"):
-        maker.vector(f"{name}.weight", hidden, 0.0)
-    _qwen3_next_layer(maker, layer, 0, config | {"layer_types": ["full_attention"]})
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        maker.vector(f"mtp.{name}.weight", hidden, 0.0)
+    for layer in (f"mtp.layers.{module}." for module in range(config["num_nextn_predict_layers"])):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            maker.vector(f"{layer}{name}.weight", hidden, 0.0)
+        _qwen3_next_layer(maker, layer, 0, config | {"layer_types": ["full_attention"]})
 
 
 def _layer_of_mimo_v2(maker: WeightMaker, config: dict[str, Any]) -> None:
@@ -69,7 +71,7 @@ _LAYERS: Mapping[str, Callable[[WeightMaker, dict[str, Any]], None]] = {
 
 
 def write_drafting(
-    directory: Path, *, model: str, prefill: int, decode: int, told: Path | None = None
+    directory: Path, *, model: str, prefill: int, decode: int, modules: int = 1, told: Path | None = None
 ) -> tuple[Path, dict[str, str]]:
     """One engine that prefills elsewhere and one that decodes, with so many drafts each, and their environment.
 
@@ -77,6 +79,7 @@ def write_drafting(
     processors of logits (but with the model runner of GPUs), so only one that does not can be made to say what another
     has said.
 
+    `modules`: of multi-token prediction, of the tiny Qwen3-Next alone.
     `told`: a folder for what they draft, see `ToldDrafts`.
     """
     # A model that drafts for itself keeps all of its KV twice.
@@ -91,7 +94,7 @@ def write_drafting(
         path.write_text(json.dumps(document))
         drafts = {"method": "draft_model", "model": str(load_deployment(path).model.folder)}
     else:
-        document["model"] |= {"path": str(write_checkpoint(directory, model))}
+        document["model"] |= {"path": str(write_checkpoint(directory, model, modules))}
         del document["model"]["tiny"]
         drafts = {"method": "mtp"}
     if model == "qwen3-next":

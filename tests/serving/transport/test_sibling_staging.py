@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import pytest
 
 from prfaas.core.deployment import TransferLimits
+from prfaas.serving.transport import sibling_staging
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sibling_staging import LentTransfer, SiblingStaging
+from prfaas.serving.transport.sibling_staging import Follow, Lent, LentTransfer, SiblingStaging
 from prfaas.serving.transport.staging import StagingArena, shared_memory
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferPhase
@@ -175,6 +176,54 @@ def test_what_comes_to_one_is_read_by_the_other_while_it_comes() -> None:
         both.siblings[1].release(lent)
         until(lambda: both.arenas[0].used_blocks == 0)
         assert both.siblings[1].is_refused(0, transfer_id)
+
+
+def test_only_who_loads_is_told_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    send = sibling_staging.send_frame
+
+    def noted(sock: socket.socket, frame: sibling_staging.Frame) -> None:
+        told.append(frame)
+        send(sock, frame)
+
+    monkeypatch.setattr(sibling_staging, "send_frame", noted)
+    with ranks() as both:
+        told.clear()
+        transfer_id, transfer = both.open()
+        put(transfer, 0)
+        until(lambda: (0, transfer_id) in both.siblings[1]._borrowed)
+        until(lambda: _received(both, transfer_id) == SIZES[0])
+        both.siblings[0]._report_loans()
+        assert [type(frame) for frame in told] == [Lent]
+        # Who begins to load is told what came before, though nothing comes now.
+        lent = both.claimed(transfer_id)
+        until(lambda: lent.ends([(0, 0)]) == [SIZES[0]])
+        # A second load of the same needs not be asked for.
+        assert both.claimed(transfer_id) is lent
+        assert sum(isinstance(frame, Follow) for frame in told) == 1
+        transfer.abort("a test")
+        until(lambda: lent.phase is TransferPhase.FAILED)
+        both.siblings[1].release(lent, used=False)
+        both.siblings[1].release(lent)
+
+
+def _received(both: Ranks, transfer_id: bytes) -> int:
+    state = both.receivers[0].transfers.state(transfer_id)
+    return 0 if state is None else state.received_bytes
+
+
+def test_an_end_is_told_to_who_does_not_load() -> None:
+    with ranks() as both:
+        transfer_id, transfer = both.open()
+        for region in range(2):
+            put(transfer, region)
+        transfer.end()
+        until(lambda: (0, transfer_id) in both.siblings[1]._borrowed)
+        lent = both.siblings[1]._borrowed[0, transfer_id]
+        until(lambda: lent.phase is TransferPhase.COMPLETE)
+        assert lent.ends([(0, 0), (1, 0)]) == SIZES
+        both.receivers[0].transfers.drop(transfer_id, "a test")
+        both.siblings[1].refuse(0, transfer_id)
 
 
 def test_several_requests_read_one_transfer() -> None:

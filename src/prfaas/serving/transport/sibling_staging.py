@@ -73,13 +73,19 @@ class Came(msgspec.Struct, frozen=True, tag="came"):
     """It has failed, and an engine can resume from what has come."""
 
 
+class Follow(msgspec.Struct, frozen=True, tag="follow"):
+    """Report that a reader has begun to load a transfer, and so wants to know its progress."""
+
+    transfer_id: bytes
+
+
 class GaveBack(msgspec.Struct, frozen=True, tag="gave_back"):
     """Report that a reader is done with a transfer."""
 
     transfer_id: bytes
 
 
-Frame = Hello | Lent | Came | GaveBack
+Frame = Hello | Lent | Came | Follow | GaveBack
 _DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
@@ -158,11 +164,11 @@ class LentTransfer(StagedRegions):
 
 @dataclass(slots=True, eq=False)
 class _Loan:
-    """A transfer of this rank that siblings read, with the last report to them."""
+    """A transfer of this rank that siblings read."""
 
     followed: FollowedTransfer
-    readers: set[int]
-    reported: tuple[object, ...] = ()
+    readers: dict[int, bool]
+    """Whether each of them has begun to load it."""
 
 
 @dataclass(slots=True)
@@ -176,8 +182,8 @@ class _Begun:
 class SiblingStaging:
     """Lends this rank's staging to its siblings, and borrows theirs; thread-safe.
 
-    1. As lender: `begin` names a transfer's readers. A thread (`_publish`) lends it once it has staging, and
-       reports its progress.
+    1. As lender: `begin` names a transfer's readers. A thread (`_publish`) lends it once it has staging,
+       reports its end to all of them, and its progress to those that load it.
     2. As reader: `claim` begins to read a lent transfer, `release` ends that; `refuse` says that it is not wanted.
        When all requests have read it, it is given back.
     3. One thread per sibling (`_read`) takes its frames.
@@ -251,8 +257,9 @@ class SiblingStaging:
 
     def _publish(self) -> None:
         while not self._closing:
-            waits_s = _LOOK_S if self._begun or self._loans else _TICK_S if self._borrowed else None
-            self._wake.wait(waits_s)
+            with self._lock:
+                looks = self._begun or any(any(loan.readers.values()) for loan in self._loans.values())
+            self._wake.wait(_LOOK_S if looks else _TICK_S if self._borrowed else None)
             self._wake.clear()
             try:
                 self._lend_begun()
@@ -281,7 +288,8 @@ class SiblingStaging:
             )
             with self._lock:
                 self._begun.pop(transfer_id, None)
-                self._loans[transfer_id] = _Loan(followed, set(each.readers) & self._sockets.keys())
+                readers = set(each.readers) & self._sockets.keys()
+                self._loans[transfer_id] = _Loan(followed, dict.fromkeys(readers, False))
             for rank in each.readers:
                 self._send(rank, lent)
             self._note_change(transfer_id)
@@ -314,15 +322,15 @@ class SiblingStaging:
         with self._lock:
             loans = [(each, self._loans[each]) for each in changed if each in self._loans]
         for transfer_id, loan in loans:
-            # The status first: all that had come when a transfer was complete is covered.
-            status, covered = loan.followed.status(), loan.followed.covered()
-            if (status.phase, covered) == loan.reported:
-                continue
-            loan.reported = (status.phase, covered)
-            came = Came(transfer_id, covered, status.phase, status.reason, status.usable_tokens > 0)
-            for rank in tuple(loan.readers):
-                self._send(rank, came)
-            if not loan.readers:
+            is_over = loan.followed.is_over
+            told = [rank for rank, loads in tuple(loan.readers.items()) if loads or is_over]
+            if told:
+                # The status first: all that had come when a transfer was complete is covered.
+                status, covered = loan.followed.status(), loan.followed.covered()
+                came = Came(transfer_id, covered, status.phase, status.reason, status.usable_tokens > 0)
+                for rank in told:
+                    self._send(rank, came)
+            elif not loan.readers:
                 self._end_loan(transfer_id)
 
     def _end_loan(self, transfer_id: bytes, rank: int | None = None) -> None:
@@ -331,7 +339,7 @@ class SiblingStaging:
             if loan is None:
                 return
             if rank is not None:
-                loan.readers.discard(rank)
+                loan.readers.pop(rank, None)
             if loan.readers:
                 return
             del self._loans[transfer_id]
@@ -348,10 +356,13 @@ class SiblingStaging:
             lent = self._borrowed.get((lender, transfer_id))
             if lent is None:
                 return None
-            if lent.uses_left is None:
+            is_first = lent.uses_left is None
+            if is_first:
                 lent.uses_left = uses
             lent.readers += 1
-            return lent
+        if is_first and not lent.phase.terminal:
+            self._send(lender, Follow(transfer_id))
+        return lent
 
     def release(self, lent: LentTransfer, *, used: bool = True) -> None:
         """End a load's `claim`; `used`: its request won't load it again."""
@@ -429,8 +440,17 @@ class SiblingStaging:
                     known.since_s = time.monotonic()
             if frame.phase.terminal:
                 self._wake.set()
+        elif isinstance(frame, Follow):
+            with self._lock:
+                loan = self._loans.get(frame.transfer_id)
+                if loan is not None and rank in loan.readers:
+                    loan.readers[rank] = True
+            self._changed.add(frame.transfer_id)
+            self._wake.set()
+            return
         elif isinstance(frame, GaveBack):
             self._end_loan(frame.transfer_id, rank)
+            return
         self.on_change()
 
     def _lose(self, rank: int) -> None:

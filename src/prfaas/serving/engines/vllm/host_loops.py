@@ -33,8 +33,11 @@ _CopyRuns = Callable[[Items, Items, Numbers, Numbers, Numbers, bool], None]
 _SHORT_RUN_WORDS = 32
 
 _LINE_WORDS = LINE_BYTES // WORD_BYTES
-# Words of each quarter of a page that are summed up, and then written.
-_ROW_WORDS = 64
+# Processors fetch ahead within 4 KiB only: lines are asked for so many bytes before they are read, and pages of at
+# least _LONG_WORDS are read at several places in turn. Of what was tried this took the least time for most pages.
+_AHEAD_BYTES = 1024
+_LONG_WORDS = 8192
+_PLACES = 4
 
 _LINE, _TABLE = (types.Array(int64, dimensions, "C", readonly=True) for dimensions in (1, 2))
 
@@ -156,25 +159,41 @@ def _sum_pages(
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba has no types
-def _write_line(_: Any, target: Any, at: Any, source: Any, source_at: Any) -> Any:
-    """Copy a line of the processor's cache straight to memory.
+def _load_line(
+    _: Any, target: Any, at: Any, source: Any, source_at: Any, low: Any, high: Any, first: Any, totals: Any
+) -> Any:
+    """Copy a line of the processor's cache straight to memory, and add what its words give to `totals`.
 
     A loaded page is read much later. A usual write would fetch what is overwritten first, which takes as long as the
     rest of a copy.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        line = ir.VectorType(ir.IntType(64), _LINE_WORDS).as_pointer()
+        words = ir.VectorType(ir.IntType(64), _LINE_WORDS)
 
-        def place(array: int) -> Any:
+        def place(array: int, *index: int) -> Any:
             data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
-            return builder.bitcast(builder.gep(data, [arguments[array + 1]]), line)
+            first = builder.gep(data, [arguments[each] for each in index]) if index else data
+            return builder.bitcast(first, words.as_pointer())
 
-        store = builder.store(builder.load(place(2), align=WORD_BYTES), place(0), align=LINE_BYTES)
+        def read(*of: int) -> Any:
+            return builder.load(place(*of), align=WORD_BYTES)
+
+        x = read(2, 3)
+        store = builder.store(x, place(0, 1), align=LINE_BYTES)
         store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        upper = builder.ashr(x, ir.Constant(words, [32] * _LINE_WORDS))
+        given = builder.add(builder.mul(x, read(4, 6)), builder.mul(upper, read(5, 6)))
+        builder.store(builder.add(read(7), given), place(7), align=WORD_BYTES)
+        # What is asked for need not be there. To be read, kept in all caches, and data.
+        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        form = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], form)
+        ahead = builder.gep(builder.bitcast(place(2, 3), byte), [ir.IntType(64)(_AHEAD_BYTES)])
+        builder.call(fetch, [ahead, number(0), number(3), number(1)])
         return context.get_dummy_value()
 
-    return types.void(target, at, source, source_at), generate
+    return types.void(target, at, source, source_at, low, high, first, totals), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba has no types
@@ -188,26 +207,6 @@ def _finish_writes(_: Any) -> Any:
     return types.void(), generate
 
 
-@njit  # type: ignore[untyped-decorator]  # numba has no types
-def _sum_of_quarters(x: Numbers, a: Numbers, b: Numbers, quarter: int, begin: int, end: int) -> Any:
-    """What words [begin, end) of each quarter add to a sum.
-
-    Processors fetch ahead within 4 KiB only, so memory is waited for less where several places are read in turn.
-    """
-    x0, a0, b0 = x[begin:end], a[begin:end], b[begin:end]
-    begin, end = begin + quarter, end + quarter
-    x1, a1, b1 = x[begin:end], a[begin:end], b[begin:end]
-    begin, end = begin + quarter, end + quarter
-    x2, a2, b2 = x[begin:end], a[begin:end], b[begin:end]
-    begin, end = begin + quarter, end + quarter
-    x3, a3, b3 = x[begin:end], a[begin:end], b[begin:end]
-    total = np.int64(0)
-    for at in range(len(x0)):
-        total += x0[at] * a0[at] + (x0[at] >> 32) * b0[at] + x1[at] * a1[at] + (x1[at] >> 32) * b1[at]
-        total += x2[at] * a2[at] + (x2[at] >> 32) * b2[at] + x3[at] * a3[at] + (x3[at] >> 32) * b3[at]
-    return total
-
-
 def _fill_pages(
     source: Numbers,
     words: Numbers,
@@ -218,10 +217,10 @@ def _fill_pages(
     high: Numbers,
     sums: Numbers,
 ) -> None:
-    """Fill pages from a part of a run, and add up what is written while it is in the processor's first cache.
+    """Fill pages from a part of a run, and add up what is written.
 
     Args:
-        source: the part, pages one behind the other.
+        source: the part, pages one behind the other; whole lines of the cache.
         words: the engine's memory.
         dense: of its pages, as of `_sum_pages`; each lies on lines of the cache.
         ids: of all pages of the run.
@@ -233,6 +232,7 @@ def _fill_pages(
     Raises:
         IndexError: a page is not there.
     """
+    totals = np.empty(_LINE_WORDS, np.int64)
     done = 0
     while done < len(source):
         index, first = (start + done) // len(low), (start + done) % len(low)
@@ -240,19 +240,17 @@ def _fill_pages(
         if not 0 <= page < dense[2]:
             raise IndexError("there is no such page")
         count = min(len(low) - first, len(source) - done)
-        x, a, b = (source[done : done + count], low[first : first + count], high[first : first + count])
+        x, a, b = source[done:], low[first:], high[first:]
         own = dense[0] + page * dense[1] + first
-        quarter = count // (4 * _LINE_WORDS) * _LINE_WORDS
-        for begin in range(0, quarter, _ROW_WORDS):
-            end = min(quarter, begin + _ROW_WORDS)
-            sums[index] += _sum_of_quarters(x, a, b, quarter, begin, end)
-            for ahead in range(0, 4 * quarter, quarter):
-                for at in range(ahead + begin, ahead + end, _LINE_WORDS):
-                    _write_line(words, own + at, x, at)
-        for at in range(4 * quarter, count):
-            sums[index] += x[at] * a[at] + (x[at] >> 32) * b[at]
-        for at in range(4 * quarter, count, _LINE_WORDS):
-            _write_line(words, own + at, x, at)
+        apart = count // (_PLACES * _LINE_WORDS) * _LINE_WORDS if count >= _LONG_WORDS else 0
+        totals[:] = 0
+        for begin in range(0, apart, _LINE_WORDS):
+            for place in range(_PLACES):
+                at = begin + place * apart
+                _load_line(words, own + at, x, at, a, b, at, totals)
+        for at in range(_PLACES * apart, count, _LINE_WORDS):
+            _load_line(words, own + at, x, at, a, b, at, totals)
+        sums[index] += totals.sum()
         done += count
     _finish_writes()
 
