@@ -103,7 +103,7 @@ def demo(
             outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S, restart=restart)
             print_outcome(out, outcome)
         if act is not Act.EXACTNESS:
-            burst = run_burst(shown)
+            burst = run_burst(shown.bursting)
             print_burst(out, burst)
     except DemoError as error:
         raise CliError(str(error)) from error
@@ -124,9 +124,16 @@ def demo(
 
 def print_outcome(out: "Console", outcome: "DemoOutcome") -> None:
     """Write whether answers stayed the same to a console."""
-    from prfaas.tools.demo.answers import NOISE, answers_table
-    from prfaas.tools.demo.outcome import closing, footnotes, outcome_table
-    from prfaas.tools.demo.second_act import SECOND_NOTE, second_closing, second_table
+    from prfaas.tools.demo.display import (
+        NOISE,
+        SECOND_NOTE,
+        answers_table,
+        closing,
+        footnotes,
+        outcome_table,
+        second_closing,
+        second_table,
+    )
 
     out.print(outcome_table(outcome))
     for note in footnotes(outcome):
