@@ -49,7 +49,6 @@ OF_ONE_USER = {
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
     # Rooms that are still to be taken apart: tools, lab.
-    *("tools.demo.pools", "tools.demo.warm_up"),
     "tools.emit.containers",
 }
 

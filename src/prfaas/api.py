@@ -250,21 +250,30 @@ def simulate(
         >>> summary["lost"], summary["stable"], 0 < summary["offloaded_fraction"] < 1
         (0, True, True)
     """
-    from functools import partial
+    import math
 
     import numpy as np
 
-    from prfaas.core.workload.arrivals import arrivals_at
-    from prfaas.lab.simulator.recording import caches_for, traffic_for
+    from prfaas.core.workload.requests import read_requests
+    from prfaas.core.workload.trace_columns import TraceColumns
+    from prfaas.lab.simulator.recording import Arriving, caches_for
     from prfaas.lab.simulator.scenario import Failure, as_deployed, stepped
     from prfaas.lab.simulator.simulation import simulate as run
 
     if requests is not None and duration_s is not None:
         raise ValueError("give requests or duration_s, not both")
+    if load is not None and requests_per_s is not None:
+        raise ValueError("give a load or requests_per_s, not both")
     planned = _planned(deployment)
-    is_shaped = bursts or diurnal is not None
-    arrivals = partial(arrivals_at, bursts=bursts, diurnal=diurnal) if is_shaped else None
-    traffic = traffic_for(planned, load, requests_per_s, trace, columns, trace_format, arrivals)
+    named = None if columns is None else TraceColumns.of(columns)
+    recorded = None if trace is None else read_requests(Path(trace), trace_format, named)
+    arriving = Arriving.of(planned, recorded)
+    rate_rps = requests_per_s
+    if rate_rps is None:
+        rate_rps = (0.7 if load is None else load) * arriving.lambda_max_rps
+    if not (math.isfinite(rate_rps) and rate_rps > 0):
+        raise ValueError(f"requests must arrive at a rate above 0, not {rate_rps:g} per second")
+    traffic = arriving.at_rate(rate_rps, bursts=bursts, diurnal=diurnal)
     scenario = as_deployed(
         planned,
         policy,

@@ -15,7 +15,7 @@ from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, tiny_config
 from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps
-from prfaas.tools.demo.outcome import Act, DemoOutcome, outcome_of
+from prfaas.tools.demo.outcome import ActAnswers, DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import demo_prompts
 from prfaas.tools.demo.reference import ReferenceAnswer
 
@@ -50,7 +50,9 @@ def widest_outcome(deployment: Deployment, model: str) -> DemoOutcome:
     )
     again = [replace(answer, token_ids=ANSWER, pool_tokens=31_744) for answer in answers]
     kv_model = model_from_config(tiny_config(model), name=model)
-    return outcome_of(deployment, kv_model, prompts, Act(answers, references), Act(again, references))
+    return outcome_of(
+        deployment, kv_model, prompts, ActAnswers(answers, references), ActAnswers(again, references)
+    )
 
 
 @pytest.mark.parametrize("model", TINY_MODEL_NAMES)

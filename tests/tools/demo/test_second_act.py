@@ -16,7 +16,7 @@ from prfaas.serving.engines.tiny import tiny_config
 from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.compare import Equality, Pages
 from prfaas.tools.demo.display import second_closing, second_table
-from prfaas.tools.demo.outcome import Act, SecondAct, outcome_of
+from prfaas.tools.demo.outcome import ActAnswers, SecondAct, outcome_of
 from prfaas.tools.demo.prompts import DemoPrompt
 from prfaas.tools.demo.reference import ReferenceAnswer
 
@@ -50,8 +50,8 @@ def act_of(
     count = len(seconds)
     prompts = [DemoPrompt("the longest", "")] * count
     references = [plain or reference(margin_nats)] * count
-    first = Act([answer(kv_model, 0, 4.0)] * count, [reference()] * count)
-    outcome = outcome_of(load_deployment(EXAMPLE), kv_model, prompts, first, Act(seconds, references))
+    first = ActAnswers([answer(kv_model, 0, 4.0)] * count, [reference()] * count)
+    outcome = outcome_of(load_deployment(EXAMPLE), kv_model, prompts, first, ActAnswers(seconds, references))
     assert outcome.pages == PAGES and outcome.second is not None
     return outcome.second
 

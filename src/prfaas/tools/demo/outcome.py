@@ -18,7 +18,7 @@ _PROMPT_END_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class ActAnswers:
     """All prompts once: the answers through the gateway, and the plain engine's that each is compared with."""
 
     answers: Sequence[DemoAnswer]
@@ -201,8 +201,8 @@ def outcome_of(
     deployment: Deployment,
     kv_model: KvModel,
     prompts: Sequence[DemoPrompt],
-    first: Act,
-    second: Act | None = None,
+    first: ActAnswers,
+    second: ActAnswers | None = None,
     *,
     line: DemoLine | None = None,
 ) -> DemoOutcome:

@@ -1,10 +1,11 @@
 """The run of the demo: two clusters and a gateway, twice where there are pools, then the plain engine."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -14,12 +15,12 @@ from prfaas.serving.engines.child_processes import READY_TIMEOUT_S, StartProgres
 from prfaas.serving.engines.preparation import ensure_model
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.template import EngineTemplates
+from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.client import DemoAnswer, RequestFailedError, stream_completion
 from prfaas.tools.demo.gateway import DemoError, demo_gateway
-from prfaas.tools.demo.line import DemoLine, with_room
-from prfaas.tools.demo.outcome import Act, DemoOutcome, outcome_of
-from prfaas.tools.demo.pools import PoolWatch, watched_pools
+from prfaas.tools.demo.line import DemoLine, prefill_speed, warm_text, warm_up, with_room
+from prfaas.tools.demo.outcome import ActAnswers, DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import DemoPrompt, corpus, demo_prompts
 from prfaas.tools.demo.reference import (
     ReferenceAnswer,
@@ -27,11 +28,13 @@ from prfaas.tools.demo.reference import (
     reference_command,
     reference_deployment,
 )
-from prfaas.tools.demo.warm_up import prefill_speed, warm_text, warm_up
 
 ANSWER_TOKENS = 64
 _WARM_TOKENS = 2
 _SETTLE_S = 20.0
+# Pools are at rest when no page has come for so long.
+_SETTLED_S = 1.0
+_POLL_S = 0.1
 # Who answers for the first act, and for the second.
 _PLAIN = ("one plain engine", "the plain engine, from its cache")
 
@@ -84,6 +87,57 @@ def run_demo(
     return outcome_of(served, kv_model, prompts, *acts, line=line)
 
 
+class PoolWatch:
+    """A tool's session with each pool of a deployment."""
+
+    def __init__(self, clients: list[PoolClient]) -> None:
+        self._clients = clients
+
+    def empty(self) -> None:
+        """Drop what earlier runs left."""
+        for client in self._clients:
+            client.clear()
+
+    def hit_tokens(self) -> int:
+        """Tokens that engines have got from the pools so far."""
+        return sum(
+            int(stats.get("hit_memory_tokens", 0)) + int(stats.get("hit_ssd_tokens", 0))
+            for stats in self._stats()
+        )
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until no page has been added for a second: engines store in the background."""
+        deadline = time.monotonic() + timeout_s
+        before, since = self._stored_pages(), time.monotonic()
+        while time.monotonic() < deadline and time.monotonic() - since < _SETTLED_S:
+            time.sleep(_POLL_S)
+            now = self._stored_pages()
+            if now != before:
+                before, since = now, time.monotonic()
+
+    def _stored_pages(self) -> int:
+        return sum(int(stats.get("stored_pages", 0)) for stats in self._stats())
+
+    def _stats(self) -> list[dict[str, Any]]:
+        return [client.stats() or {} for client in self._clients]
+
+
+@contextmanager
+def watched_pools(deployment: Deployment) -> Iterator[PoolWatch]:
+    """The pools of a deployment, which run."""
+    clients = [
+        PoolClient(deployment.pool_socket(node), "tool", None, timeout_s=deployment.pool.timeout_s)
+        for node in deployment.pools
+    ]
+    try:
+        for client in clients:
+            client.connect()
+        yield PoolWatch(clients)
+    finally:
+        for client in clients:
+            client.close()
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """What both halves need: two clusters, and the plain engine."""
@@ -123,7 +177,7 @@ class _Run:
                 asyncio.run(warm_up(self.deployment, self.chars_per_token))
                 return line, [*answered, self._asked("the same clusters, restarted", served, watch)]
 
-    def plain(self, answered: Sequence[Sequence[DemoAnswer]]) -> list[Act]:
+    def plain(self, answered: Sequence[Sequence[DemoAnswer]]) -> list[ActAnswers]:
         """The acts, of whose answers each is beside the plain engine's.
 
         The second is compared with answers from that engine's own cache, which splits a prompt as a pool does: what
@@ -142,7 +196,9 @@ class _Run:
                 moved = (answer.route.kv_bytes > 0 for answer in answers)
                 asked = zip((prompt.text for prompt in self.prompts), moved, strict=True)
                 with self.stages.asking(whom, self.prompts) as step:
-                    acts.append(Act(answers, asyncio.run(_ask_reference(plain, asked, ANSWER_TOKENS, step))))
+                    acts.append(
+                        ActAnswers(answers, asyncio.run(_ask_reference(plain, asked, ANSWER_TOKENS, step)))
+                    )
             return acts
 
     def _wait_ready(self, engines: RunningEngines) -> None:
