@@ -4,17 +4,28 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 # Whatever has a default, in any order.
 _KIND = inspect.Parameter.KEYWORD_ONLY
+_META = "typer"
+
+
+def option(default: Any, text: str, *names: str, **more: Any) -> Any:
+    """A field that is an option: its default, and what help says; names and the rest are those of `typer.Option`."""
+    return dataclasses.field(default=default, metadata={_META: typer.Option(*names, help=text, **more)})
+
+
+def argument(default: Any, text: str, **more: Any) -> Any:
+    """A field that is an argument, likewise; the rest is that of `typer.Argument`."""
+    return dataclasses.field(default=default, metadata={_META: typer.Argument(help=text, **more)})
 
 
 def options_of_panel(title: str) -> Callable[..., Any]:
-    """`typer.Option` for the options that stand under one title in a command's help."""
-    return functools.partial(typer.Option, rich_help_panel=title)
+    """`option` for the fields that stand under one title in a command's help."""
+    return functools.partial(option, rich_help_panel=title)
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -42,13 +53,13 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(group: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
+    hints = get_type_hints(group)
     return [
         inspect.Parameter(
             each.name,
             _KIND,
-            default=inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default,
-            annotation=hints[each.name],
+            default=each.default,
+            annotation=Annotated[hints[each.name], each.metadata[_META]],
         )
         for each in dataclasses.fields(group)
     ]

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
 from prfaas.cli.common import CliError, console, print_json
+from prfaas.cli.option_groups import option
 
 if TYPE_CHECKING:
     from prfaas.tools.profiling.estimate import EstimatePlan
@@ -17,25 +18,19 @@ if TYPE_CHECKING:
 class EstimateOptions:
     """What an estimate is made of, beside the model."""
 
-    gpu: Annotated[str | None, typer.Option(help="Estimate: the GPU, for example h200.")] = None
-    tp: Annotated[int, typer.Option(min=1, help="Estimate: GPUs that share every layer.")] = 1
-    weights: Annotated[
-        str | None, typer.Option(help="Estimate: bf16, fp8, int4, nvfp4, …; default: as in config.json.")
-    ] = None
-    kv_dtype: Annotated[str | None, typer.Option(help=f"Estimate: {KV_DTYPE_HELP}")] = None
-    estimator: Annotated[
-        str, typer.Option(help="Estimate: auto, aiconfigurator (measured kernels) or roofline.")
-    ] = "auto"
-    beside: Annotated[
-        str | None, typer.Option(metavar="PROFILE", help="Estimate: put it beside this measured profile.")
-    ] = None
+    gpu: str | None = option(None, "Estimate: the GPU, for example h200.")
+    tp: int = option(1, "Estimate: GPUs that share every layer.", min=1)
+    weights: str | None = option(None, "Estimate: bf16, fp8, int4, nvfp4, …; default: as in config.json.")
+    kv_dtype: str | None = option(None, f"Estimate: {KV_DTYPE_HELP}")
+    estimator: str = option("auto", "Estimate: auto, aiconfigurator (measured kernels) or roofline.")
+    beside: str | None = option(None, "Estimate: put it beside this measured profile.", metavar="PROFILE")
 
     def check_unused(self) -> None:
         """Raise CliError if one is given that says nothing about a server."""
         for field in ("gpu", "weights", "kv_dtype", "beside"):
             if getattr(self, field) is not None:
-                option = f"--{field.replace('_', '-')}"
-                raise CliError(f"{option} goes with --estimate; without it, a server is measured")
+                name = f"--{field.replace('_', '-')}"
+                raise CliError(f"{name} goes with --estimate; without it, a server is measured")
 
     def plan(
         self,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING
 
 from prfaas.cli.common import CliError, counted_progress
 from prfaas.cli.option_groups import options_of_panel
@@ -83,43 +83,28 @@ _TRACE_ONLY = ("speed", "jitter_s", "rounds", "scale_lengths", "scale_answers")
 class SourceOptions:
     """The options as they were given, None for those that were not."""
 
-    speed: Annotated[float | None, _recorded_option(help="So many times as fast as recorded.")] = None
-    jitter_s: Annotated[
-        float | None,
-        _recorded_option(help="Spread arrivals over so many seconds, for traces with a coarse clock."),
-    ] = None
-    rounds: Annotated[
-        int | None, _recorded_option(help="Replay it so many times, each time with other prefixes.")
-    ] = None
-    scale_lengths: Annotated[
-        float | None, _recorded_option(help="Multiply the lengths of prompts, shared prefixes too.")
-    ] = None
-    scale_answers: Annotated[float | None, _recorded_option(help="Multiply the lengths of answers.")] = None
-    poisson: Annotated[float | None, _made_up_option(metavar="RATE", help="Requests per second.")] = None
-    bursts: Annotated[
-        str | None,
-        _made_up_option(
-            metavar="RATE/S,RATE/S", help="Phases by turns, each with a rate and its mean seconds: 2/60,20/5."
-        ),
-    ] = None
-    diurnal: Annotated[
-        str | None,
-        _made_up_option(
-            metavar="RATE/SWING/S", help="A sine: mean rate, swing from 0 to 1, period in seconds."
-        ),
-    ] = None
-    sessions: Annotated[
-        str | None,
-        _made_up_option(
-            metavar="RATE/TURNS/S",
-            help="Conversations per second, their mean turns, and seconds between turns.",
-        ),
-    ] = None
-    input_tokens: Annotated[
-        str, _made_up_option(metavar="N|LOW:HIGH", help="Lengths of prompts, or of a turn's.")
-    ] = "1000"
-    output_tokens: Annotated[str, _made_up_option(metavar="N|LOW:HIGH", help="Lengths of answers.")] = "100"
-    shared_tokens: Annotated[int, _made_up_option(help="Beginning that all conversations share.")] = 0
+    speed: float | None = _recorded_option(None, "So many times as fast as recorded.")
+    jitter_s: float | None = _recorded_option(
+        None, "Spread arrivals over so many seconds, for traces with a coarse clock."
+    )
+    rounds: int | None = _recorded_option(None, "Replay it so many times, each time with other prefixes.")
+    scale_lengths: float | None = _recorded_option(
+        None, "Multiply the lengths of prompts, shared prefixes too."
+    )
+    scale_answers: float | None = _recorded_option(None, "Multiply the lengths of answers.")
+    poisson: float | None = _made_up_option(None, "Requests per second.", metavar="RATE")
+    bursts: str | None = _made_up_option(
+        None, "Phases by turns, each with a rate and its mean seconds: 2/60,20/5.", metavar="RATE/S,RATE/S"
+    )
+    diurnal: str | None = _made_up_option(
+        None, "A sine: mean rate, swing from 0 to 1, period in seconds.", metavar="RATE/SWING/S"
+    )
+    sessions: str | None = _made_up_option(
+        None, "Conversations per second, their mean turns, and seconds between turns.", metavar="RATE/TURNS/S"
+    )
+    input_tokens: str = _made_up_option("1000", "Lengths of prompts, or of a turn's.", metavar="N|LOW:HIGH")
+    output_tokens: str = _made_up_option("100", "Lengths of answers.", metavar="N|LOW:HIGH")
+    shared_tokens: int = _made_up_option(0, "Beginning that all conversations share.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,33 +45,24 @@ _length_option = options_of_panel("How long")
 class ArrivalsAsked:
     """What arrives, beside a trace, and for how long."""
 
-    load: Annotated[
-        float | None,
-        _arrival_option(
-            help="Share of the highest throughput that `prfaas plan` finds, for a trace that of its lengths. "
-            f"Default: {_LOAD}."
-        ),
-    ] = None
-    rate: Annotated[float | None, _arrival_option(help="Requests per second, in place of a load.")] = None
-    bursts: Annotated[
-        bool,
-        _arrival_option(
-            "--bursts", help="The same mean rate in phases: 0.7 × it for 60 s on average, 2.2 × for 15 s."
-        ),
-    ] = False
-    diurnal: Annotated[
-        str | None,
-        _arrival_option(
-            metavar="SWING/S",
-            help="The same mean rate as a sine: swing from 0 to 1, period in seconds, e.g. 0.8/86400.",
-        ),
-    ] = None
-    seed: Annotated[int, _arrival_option(min=0, help="Another seed, other traffic.")] = 0
-    seeds: Annotated[
-        int, _arrival_option(min=1, help="So many seeds from this one on, with 95 % intervals.")
-    ] = 1
-    requests: Annotated[int | None, _length_option(min=1, help=f"Default: {_REQUESTS}.")] = None
-    duration: Annotated[float | None, _length_option(help="Simulated seconds of arrivals instead.")] = None
+    load: float | None = _arrival_option(
+        None,
+        "Share of the highest throughput that `prfaas plan` finds, for a trace that of its lengths. "
+        f"Default: {_LOAD}.",
+    )
+    rate: float | None = _arrival_option(None, "Requests per second, in place of a load.")
+    bursts: bool = _arrival_option(
+        False, "The same mean rate in phases: 0.7 × it for 60 s on average, 2.2 × for 15 s.", "--bursts"
+    )
+    diurnal: str | None = _arrival_option(
+        None,
+        "The same mean rate as a sine: swing from 0 to 1, period in seconds, e.g. 0.8/86400.",
+        metavar="SWING/S",
+    )
+    seed: int = _arrival_option(0, "Another seed, other traffic.", min=0)
+    seeds: int = _arrival_option(1, "So many seeds from this one on, with 95 % intervals.", min=1)
+    requests: int | None = _length_option(None, f"Default: {_REQUESTS}.", min=1)
+    duration: float | None = _length_option(None, "Simulated seconds of arrivals instead.")
 
     def check(self) -> None:
         """Raise CliError for two lengths or two rates, or one that is none."""
@@ -92,11 +83,11 @@ class ArrivalsAsked:
         if self.load is not None and self.rate is not None:
             raise CliError("give --load or --rate, not both")
         load = _LOAD if self.load is None else self.load
-        option, given, unit = (
+        name, given, unit = (
             ("--load", load, lambda_max_rps) if self.rate is None else ("--rate", self.rate, 1.0)
         )
         if not (math.isfinite(given) and given > 0):
-            raise CliError(f"{option}: must be a number above 0, not {given:g}")
+            raise CliError(f"{name}: must be a number above 0, not {given:g}")
         try:
             check_length(given * unit, self.count, self.duration)
         except ValueError as error:
@@ -108,71 +99,51 @@ class ArrivalsAsked:
 class WorldAsked:
     """What the traffic meets: policies, caches, links, failures, and other numbers in the file."""
 
-    policy: Annotated[
-        str | None,
-        _world_option(
-            metavar="NAME",
-            help="Or package.module:Class. Default: the file's, as `prfaas up` would run it.",
-            autocompletion=policy_names,
-        ),
-    ] = None
-    compare: Annotated[
-        str | None, _world_option(metavar="A,B,C", help="Several policies under the very same requests.")
-    ] = None
-    param: Annotated[
-        list[str] | None,
-        _world_option(
-            metavar="NAME=VALUE",
-            help="A parameter of policies, e.g. fairness=1; may be repeated. `prfaas policies` lists all.",
-        ),
-    ] = None
-    caches: Annotated[
-        bool | None,
-        _world_option(
-            "--caches/--no-caches",
-            help="Prefix caches on every instance. Default: only with --trace.",
-        ),
-    ] = None
-    cache_memory: Annotated[
-        str | None,
-        _world_option(metavar="SIZE", help="Of one instance, for its prefix cache. Default: 64 GiB."),
-    ] = None
-    link_fluctuation: Annotated[
-        str | None,
-        _world_option(
-            metavar="SD:CORRELATION_S",
-            help="Let bandwidths vary: standard deviation as a share, and correlation time, e.g. 0.3:30.",
-        ),
-    ] = None
-    steps: Annotated[
-        list[str] | None,
-        _world_option(
-            "--bandwidth-steps",
-            metavar="LINK@T=BANDWIDTH",
-            help='Another bandwidth from second T on, e.g. "east->home@600=2 Gbit/s"; may be repeated.',
-        ),
-    ] = None
-    outage: Annotated[
-        list[str] | None,
-        _world_option(
-            metavar="LINK@T+S",
-            help='A link carries nothing from second T on for S seconds, e.g. "east->home@600+60"; may be repeated.',
-        ),
-    ] = None
-    fail: Annotated[
-        list[str] | None,
-        _world_option(
-            metavar="INSTANCE@T+S", help="An instance is gone for a time, with all it had; may be repeated."
-        ),
-    ] = None
-    set_fields: Annotated[
-        list[str] | None,
-        _world_option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="Another number in the file, e.g. links[0].bandwidth=10e9; may be repeated.",
-        ),
-    ] = None
+    policy: str | None = _world_option(
+        None,
+        "Or package.module:Class. Default: the file's, as `prfaas up` would run it.",
+        metavar="NAME",
+        autocompletion=policy_names,
+    )
+    compare: str | None = _world_option(
+        None, "Several policies under the very same requests.", metavar="A,B,C"
+    )
+    param: list[str] | None = _world_option(
+        None,
+        "A parameter of policies, e.g. fairness=1; may be repeated. `prfaas policies` lists all.",
+        metavar="NAME=VALUE",
+    )
+    caches: bool | None = _world_option(
+        None, "Prefix caches on every instance. Default: only with --trace.", "--caches/--no-caches"
+    )
+    cache_memory: str | None = _world_option(
+        None, "Of one instance, for its prefix cache. Default: 64 GiB.", metavar="SIZE"
+    )
+    link_fluctuation: str | None = _world_option(
+        None,
+        "Let bandwidths vary: standard deviation as a share, and correlation time, e.g. 0.3:30.",
+        metavar="SD:CORRELATION_S",
+    )
+    steps: list[str] | None = _world_option(
+        None,
+        'Another bandwidth from second T on, e.g. "east->home@600=2 Gbit/s"; may be repeated.',
+        "--bandwidth-steps",
+        metavar="LINK@T=BANDWIDTH",
+    )
+    outage: list[str] | None = _world_option(
+        None,
+        'A link carries nothing from second T on for S seconds, e.g. "east->home@600+60"; may be repeated.',
+        metavar="LINK@T+S",
+    )
+    fail: list[str] | None = _world_option(
+        None, "An instance is gone for a time, with all it had; may be repeated.", metavar="INSTANCE@T+S"
+    )
+    set_fields: list[str] | None = _world_option(
+        None,
+        "Another number in the file, e.g. links[0].bandwidth=10e9; may be repeated.",
+        "--set",
+        metavar="FIELD=VALUE",
+    )
 
 
 @with_groups
