@@ -9,12 +9,13 @@ from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from prfaas.cli.common import CliError, ReadyTimeout, counted_progress, example_path
 from prfaas.cli.completions import made_model_names
+from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,36 +34,24 @@ class Act(StrEnum):
     PAYS = "pays"
 
 
+@with_options
 def demo(
-    deployment: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="DEPLOYMENT", help="A one-machine deployment file; default: examples/local.yaml."
-        ),
-    ] = None,
-    act: Annotated[
-        Act | None,
-        typer.Option("--act", help="Only this part: exactness, or when it pays. Default: both."),
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write the findings to FILE ('-': stdout)."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="A model in place of the deployment's: words, smollm2, gemma3, qwen3-next, …",
-            autocompletion=made_model_names,
-        ),
-    ] = None,
-    restart: Annotated[
-        bool,
-        typer.Option(
-            "--restart",
-            help="Also kill and start every engine in between, and ask again: pools keep prefixes.",
-        ),
-    ] = False,
+    deployment: Path | None = argument(
+        None, "A one-machine deployment file; default: examples/local.yaml.", metavar="DEPLOYMENT"
+    ),
+    act: Act | None = option(None, "Only this part: exactness, or when it pays. Default: both.", "--act"),
+    json_file: Path | None = option(
+        None, "Also write the findings to FILE ('-': stdout).", "--json", metavar="FILE"
+    ),
+    model: str | None = option(
+        None,
+        "A model in place of the deployment's: words, smollm2, gemma3, qwen3-next, …",
+        "--model",
+        autocompletion=made_model_names,
+    ),
+    restart: bool = option(
+        False, "Also kill and start every engine in between, and ask again: pools keep prefixes.", "--restart"
+    ),
     ready_timeout_s: ReadyTimeout = None,
 ) -> None:
     """Show that answers stay the same, and when PrfaaS pays.

@@ -1,10 +1,11 @@
 """`prfaas doctor`: does everything fit, and does disaggregation really happen."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from prfaas.cli.common import AsJson, DeploymentPath, print_json
+from prfaas.cli.option_groups import option, with_options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,11 +14,10 @@ if TYPE_CHECKING:
     from prfaas.tools.finding import Finding
 
 
+@with_options
 def doctor(
     deployment: DeploymentPath,
-    probe: Annotated[
-        bool, typer.Option(help="Send one prompt over the threshold, to see that it is prefilled elsewhere.")
-    ] = True,
+    probe: bool = option(True, "Send one prompt over the threshold, to see that it is prefilled elsewhere."),
     as_json: AsJson = False,
 ) -> None:
     """Check a deployment: files, key, engines, versions, KV ports, pools, gateway, clocks, file descriptors, and

@@ -3,7 +3,6 @@
 import os
 import shlex
 from dataclasses import replace
-from typing import Annotated
 
 import typer
 
@@ -16,14 +15,14 @@ from prfaas.cli.common import (
     log_settings,
     print_json,
 )
+from prfaas.cli.option_groups import option, with_options
 
 
+@with_options
 def engine(
     deployment: DeploymentPath,
     name: InstanceName,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Print the exact command line and start nothing.")
-    ] = False,
+    print_only: bool = option(False, "Print the exact command line and start nothing.", "--print"),
     log_format: LogFormatOption = None,
     log_level: LogLevelOption = None,
     as_json: AsJson = False,

@@ -18,7 +18,7 @@ from prfaas.cli.common import (
     print_json,
     progress_bar,
 )
-from prfaas.cli.option_groups import with_groups
+from prfaas.cli.option_groups import option, with_options
 from prfaas.cli.pool_options import PoolsAsked, pools_asked
 from prfaas.cli.trace_options import TraceAsked, beyond
 
@@ -40,23 +40,20 @@ _MOST_VALUES = 1000
 _GEOMETRIC_RATIO = 30
 
 
-@with_groups
+@with_options
+@with_options
 def plan(
     deployment: DeploymentPath,
     plot: PlotDirectory = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FIELD=A:B:N",
-            help='Plan N times, with values from A to B in one field, e.g. "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50".',
-        ),
-    ] = None,
-    survive: Annotated[
-        LossKind | None,
-        typer.Option(
-            help="Also say which instances it takes to keep all of the throughput whichever one of these is gone.",
-        ),
-    ] = None,
+    sweep: str | None = option(
+        None,
+        'Plan N times, with values from A to B in one field, e.g. "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50".',
+        metavar="FIELD=A:B:N",
+    ),
+    survive: LossKind | None = option(
+        None,
+        "Also say which instances it takes to keep all of the throughput whichever one of these is gone.",
+    ),
     *,
     asked: PoolsAsked,
     asked_trace: TraceAsked,

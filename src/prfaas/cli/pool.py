@@ -20,6 +20,7 @@ from prfaas.cli.common import (
     print_json,
 )
 from prfaas.cli.completions import pool_names
+from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,24 +51,18 @@ pool = typer.Typer(
 
 
 @pool.command()
+@with_options
 def start(
     deployment: DeploymentPath,
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="A pool's name, for example home-pool.", autocompletion=pool_names
-        ),
-    ],
-    keep_memory: Annotated[
-        bool,
-        typer.Option(
-            "--keep-memory",
-            help="At the end, leave the pages in shared memory to the next start. Without, those on disk are left.",
-        ),
-    ] = False,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Print the exact command line and start nothing.")
-    ] = False,
+    name: str = argument(
+        ..., "A pool's name, for example home-pool.", metavar="NAME", autocompletion=pool_names
+    ),
+    keep_memory: bool = option(
+        False,
+        "At the end, leave the pages in shared memory to the next start. Without, those on disk are left.",
+        "--keep-memory",
+    ),
+    print_only: bool = option(False, "Print the exact command line and start nothing.", "--print"),
     log_format: LogFormatOption = None,
     log_level: LogLevelOption = None,
 ) -> None:

@@ -3,12 +3,12 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from prfaas.cli.common import AsJson, CliError, counted_progress, print_json
-from prfaas.cli.option_groups import with_groups
+from prfaas.cli.option_groups import argument, option, with_options
 from prfaas.cli.profile_estimate import EstimateOptions, print_estimate, print_times
 
 if TYPE_CHECKING:
@@ -22,45 +22,32 @@ _LONGEST_IF_UNTOLD = 8192
 _CONTEXT_TOKENS = 512
 
 
-@with_groups
+@with_options
+@with_options
 def profile(
-    url: Annotated[
-        str | None,
-        typer.Argument(metavar="[URL]", help="A vLLM server or gateway, for example http://127.0.0.1:8000."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the profile there; default: stdout.")
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,…", help="Prompt lengths in tokens; default: powers of two from 128 to the longest."
-        ),
-    ] = None,
-    batches: Annotated[
-        str | None,
-        typer.Option(metavar="A,B,…", help='Decode batches; default: 1,2,4,8,16,32; "none": prefill only.'),
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
-    warmups: Annotated[int, typer.Option(min=0, help="Measurements before them that don't count.")] = 1,
-    context: Annotated[
-        int | None,
-        typer.Option(min=1, help="Prompt length of decode steps, tokens; default: 512, estimated: 8192."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="The served model; default: the first in the server's list. Estimated: its name, or config.json."
-        ),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="The profile's name; default: model-hardware.")] = None,
-    hardware: Annotated[
-        str, typer.Option(help="What the server runs on, in your words: h200, h20.")
-    ] = "unknown",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the server.")] = 1,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Measure nothing: estimate from --model, --gpu and --tp.")
-    ] = False,
+    url: str | None = argument(
+        None, "A vLLM server or gateway, for example http://127.0.0.1:8000.", metavar="[URL]"
+    ),
+    out: Path | None = option(None, "Write the profile there; default: stdout.", metavar="FILE"),
+    lengths: str | None = option(
+        None, "Prompt lengths in tokens; default: powers of two from 128 to the longest.", metavar="A,B,…"
+    ),
+    batches: str | None = option(
+        None, 'Decode batches; default: 1,2,4,8,16,32; "none": prefill only.', metavar="A,B,…"
+    ),
+    repeats: int = option(3, "Measurements of each; the median counts.", min=1),
+    warmups: int = option(1, "Measurements before them that don't count.", min=0),
+    context: int | None = option(
+        None, "Prompt length of decode steps, tokens; default: 512, estimated: 8192.", min=1
+    ),
+    model: str | None = option(
+        None,
+        "The served model; default: the first in the server's list. Estimated: its name, or config.json.",
+    ),
+    name: str | None = option(None, "The profile's name; default: model-hardware."),
+    hardware: str = option("unknown", "What the server runs on, in your words: h200, h20."),
+    gpus: int = option(1, "GPUs of the server.", min=1),
+    estimate: bool = option(False, "Measure nothing: estimate from --model, --gpu and --tp.", "--estimate"),
     *,
     estimated: EstimateOptions,
     as_json: AsJson = False,

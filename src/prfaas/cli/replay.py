@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from prfaas.cli.common import AsJson, CliError, console, print_json
-from prfaas.cli.option_groups import option, options_of_panel, with_groups
+from prfaas.cli.option_groups import argument, option, options_of_panel, with_options
 from prfaas.cli.replay_source import FittingRequests, Source, SourceOptions, shown_replay, source_of
 from prfaas.cli.trace_options import TraceAsked
 
@@ -59,12 +59,13 @@ class SendingAsked:
         )
 
 
-@with_groups
+@with_options
+@with_options
 def replay(
-    url: Annotated[
-        str,
-        typer.Argument(metavar="URL", help="An OpenAI-compatible server, for example http://127.0.0.1:8000."),
-    ],
+    url: str = argument(
+        ..., "An OpenAI-compatible server, for example http://127.0.0.1:8000.", metavar="URL"
+    ),
+    *,
     asked: SourceOptions,
     asked_trace: TraceAsked,
     extent: ReplayExtent,

@@ -1,17 +1,16 @@
 """`prfaas reproduce`: the paper's tables, computed again."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from prfaas.cli.common import AsJson, CliError, print_json, write_text
+from prfaas.cli.option_groups import option, with_options
 
 
+@with_options
 def reproduce(
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the page there; default: print it.")
-    ] = None,
+    out: Path | None = option(None, "Write the page there; default: print it.", metavar="FILE"),
     as_json: AsJson = False,
 ) -> None:
     """Compute Tables 3, 5 and 6 of the paper again: ours beside the paper's, with a reason for every deviation.

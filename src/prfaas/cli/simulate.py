@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,7 +22,7 @@ from prfaas.cli.common import (
     write_text,
 )
 from prfaas.cli.completions import policy_names
-from prfaas.cli.option_groups import options_of_panel, with_groups
+from prfaas.cli.option_groups import option, options_of_panel, with_options
 from prfaas.cli.pool_options import PoolsAsked, pools_asked
 from prfaas.cli.trace_options import TraceAsked
 
@@ -146,7 +146,8 @@ class WorldAsked:
     )
 
 
-@with_groups
+@with_options
+@with_options
 def simulate(
     deployment: DeploymentPath,
     arrivals: ArrivalsAsked,
@@ -154,17 +155,12 @@ def simulate(
     asked_trace: TraceAsked,
     met: WorldAsked,
     asked_pools: PoolsAsked,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write DIR/index.html, one self-contained page with plots."),
-    ] = None,
-    records: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a row per request to FILE.parquet, .csv, .csv.gz, .jsonl or .jsonl.gz.",
-        ),
-    ] = None,
+    report: Path | None = option(
+        None, "Write DIR/index.html, one self-contained page with plots.", metavar="DIR"
+    ),
+    records: Path | None = option(
+        None, "Write a row per request to FILE.parquet, .csv, .csv.gz, .jsonl or .jsonl.gz.", metavar="FILE"
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Simulate a deployment under load: TTFT, throughput, queues and egress, with the scheduler's own code.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -20,6 +20,7 @@ from prfaas.cli.common import (
     progress_bar,
     write_logs,
 )
+from prfaas.cli.option_groups import option, with_options
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -30,26 +31,20 @@ if TYPE_CHECKING:
     from prfaas.serving.engines.running import RunningEngines
 
 
+@with_options
 def up(
     deployment: DeploymentPath,
     ready_timeout_s: ReadyTimeout = None,
-    restarts: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Start an engine or a pool that ends again, at most so often in a row."
-        ),
-    ] = 5,
+    restarts: int = option(
+        5, "Start an engine or a pool that ends again, at most so often in a row.", metavar="N", min=0
+    ),
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
-    site: Annotated[
-        str | None,
-        typer.Option("--site", metavar="NAME", help="Start only what runs at this cluster, on this machine."),
-    ] = None,
-    with_gateway: Annotated[
-        bool,
-        typer.Option(
-            "--gateway/--no-gateway", help="With --site: whether the gateway runs here if the site has it."
-        ),
-    ] = True,
+    site: str | None = option(
+        None, "Start only what runs at this cluster, on this machine.", "--site", metavar="NAME"
+    ),
+    with_gateway: bool = option(
+        True, "With --site: whether the gateway runs here if the site has it.", "--gateway/--no-gateway"
+    ),
     log_format: LogFormatOption = None,
     log_level: LogLevelOption = None,
 ) -> None:
