@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +19,10 @@ from prfaas.cli.completions import made_model_names
 from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from prfaas.core.deployment import Deployment
     from prfaas.serving.engines.child_processes import StartProgress
     from prfaas.serving.engines.running import RunningEngines
-    from prfaas.tools.demo import DemoOutcome, DemoPrompt
-    from prfaas.tools.demo.pays import BurstOutcome
+    from prfaas.tools.demo import DemoPrompt
 
 
 class Act(StrEnum):
@@ -72,8 +70,9 @@ def demo(
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
     from prfaas.serving.engines.preparation import ensure_model
     from prfaas.tools.demo import DemoError, run_demo
-    from prfaas.tools.demo.display import DEMO_COLUMNS
+    from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps, print_outcome
     from prfaas.tools.demo.pays import run_burst
+    from prfaas.tools.demo.pays.chart import print_burst
 
     loaded = load_deployment(deployment or example_path("local.yaml"))
     if model is not None:
@@ -99,7 +98,8 @@ def demo(
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
-    print_next_steps(out)
+    for line in next_steps(is_on_path=shutil.which("prfaas") is not None):
+        out.print(line, markup=False)
     if json_file is not None:
         found = {} if outcome is None else outcome.to_json()
         document = json.dumps(found | {"burst": None if burst is None else burst.to_json()}, indent=2) + "\n"
@@ -109,61 +109,6 @@ def demo(
             json_file.write_text(document)
     if outcome is not None and not outcome.all_equal:
         raise typer.Exit(1)
-
-
-def print_outcome(out: "Console", outcome: "DemoOutcome") -> None:
-    """Write whether answers stayed the same to a console."""
-    from prfaas.tools.demo.display import (
-        NOISE,
-        SECOND_NOTE,
-        answers_table,
-        closing,
-        footnotes,
-        outcome_table,
-        second_closing,
-        second_table,
-    )
-
-    out.print(outcome_table(outcome))
-    for note in footnotes(outcome):
-        out.print(note, style="dim")
-    out.print()
-    if outcome.writes_words:
-        out.print(answers_table(outcome))
-    else:
-        out.print(NOISE, style="dim")
-    out.print()
-    out.print(closing(outcome), style="bold")
-    out.print()
-    if outcome.second is not None:
-        out.print(second_table(outcome.second))
-        out.print(SECOND_NOTE, style="dim")
-        out.print()
-        out.print(second_closing(outcome.second), style="bold")
-        out.print()
-
-
-def print_burst(out: "Console", burst: "BurstOutcome") -> None:
-    """Write when it pays to a console."""
-    from prfaas.tools.demo.pays.chart import burst_closing, burst_notes, burst_table, when_not
-
-    out.print(burst_table(burst))
-    for note in burst_notes(burst):
-        out.print(note, style="dim")
-    out.print()
-    out.print(burst_closing(burst), style="bold")
-    out.print(when_not(burst.limits))
-    out.print()
-
-
-def print_next_steps(out: "Console") -> None:
-    """Write what to try next to a console."""
-    import shutil
-
-    from prfaas.tools.demo.display import next_steps
-
-    for line in next_steps(is_on_path=shutil.which("prfaas") is not None):
-        out.print(line, markup=False)
 
 
 def _with_model(deployment: "Deployment", name: str) -> "Deployment":

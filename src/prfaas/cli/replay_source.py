@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -14,6 +14,8 @@ from prfaas.cli.option_groups import options_of_panel
 from prfaas.cli.trace_options import TraceAsked
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from prfaas.core.workload.arrivals import Arrivals
     from prfaas.core.workload.lengths import LengthDistribution
     from prfaas.core.workload.requests import RequestTrace, TracedRequest
@@ -22,40 +24,25 @@ if TYPE_CHECKING:
 
 
 _LINE_EVERY_S = 10.0
-_Show = Callable[[str, int], None]
-_Say = Callable[[str], None]
 
 
 @contextlib.contextmanager
 def shown_replay(total: int | None, records: Path | None) -> "Iterator[ShownReplay]":
-    """Shows on stderr; `records` gets a line per request.
-
-    Raises:
-        CliError: the file can't be written.
-    """
+    """Shows on stderr; `records` gets a line per request."""
     with (
         records.open("w") if records else contextlib.nullcontext() as file,
         counted_progress(transient=True) as progress,
     ):
-        task = progress.add_task("sent", total=total)
-
-        def show(line: str, ended: int) -> None:
-            progress.update(task, completed=ended, description=line)
-
-        def say(line: str) -> None:
-            if not progress.console.is_terminal:
-                progress.console.print(line)
-
-        yield ShownReplay(file, show, say)
+        yield ShownReplay(file, progress, progress.add_task("sent", total=total))
 
 
 class ShownReplay:
     """Told of every request when it is due, and when it has ended."""
 
-    def __init__(self, file: IO[str] | None, show: _Show, say: _Say) -> None:
+    def __init__(self, file: IO[str] | None, progress: "Progress", task: "TaskID") -> None:
         self._file = file
-        self._show = show
-        self._say = say
+        self._progress = progress
+        self._task = task
         self._due = self._ended = self._lost = 0
         self._said_s = time.monotonic()
 
@@ -66,10 +53,11 @@ class ShownReplay:
         self._ended += 1
         self._lost += record.is_lost
         line = f"{self._due} sent, {self._due - self._ended} open, {self._lost} lost"
-        self._show(line, self._ended)
+        self._progress.update(self._task, completed=self._ended, description=line)
         if time.monotonic() - self._said_s > _LINE_EVERY_S:
             self._said_s = time.monotonic()
-            self._say(line)
+            if not self._progress.console.is_terminal:
+                self._progress.console.print(line)
         if self._file is not None:
             self._file.write(json.dumps(record.to_json(), separators=(",", ":")) + "\n")
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from prfaas.cli.demo import print_outcome
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv.hf_config import model_from_config
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, tiny_config
 from prfaas.tools.demo.client import DemoAnswer
-from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps
+from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps, print_outcome
 from prfaas.tools.demo.outcome import ActAnswers, DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import demo_prompts
 from prfaas.tools.demo.reference import ReferenceAnswer

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -261,3 +262,24 @@ def second_closing(act: SecondAct) -> str:
         f"token by token, {exact} those of plain vLLM after a hit in its own cache. The first token of the longest "
         f"prompt came after {now_s} in place of {first_s}."
     )
+
+
+def print_outcome(out: Console, outcome: DemoOutcome) -> None:
+    """Write whether answers stayed the same to a console."""
+    out.print(outcome_table(outcome))
+    for note in footnotes(outcome):
+        out.print(note, style="dim")
+    out.print()
+    if outcome.writes_words:
+        out.print(answers_table(outcome))
+    else:
+        out.print(NOISE, style="dim")
+    out.print()
+    out.print(closing(outcome), style="bold")
+    out.print()
+    if outcome.second is not None:
+        out.print(second_table(outcome.second))
+        out.print(SECOND_NOTE, style="dim")
+        out.print()
+        out.print(second_closing(outcome.second), style="bold")
+        out.print()

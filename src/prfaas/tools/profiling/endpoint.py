@@ -1,8 +1,9 @@
 """The OpenAI-compatible endpoint that is measured: a vLLM server, or our gateway."""
 
+import contextlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -10,13 +11,7 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.latency.profile import ProfileError
-from prfaas.tools.http_client import (
-    AnswerError,
-    base_url,
-    post_json,
-    served_models,
-    streamed,
-)
+from prfaas.tools.http_client import AnswerError, base_url, post_json, served_models, streamed
 
 # The longest silence of the endpoint, which is a whole prefill.
 _READ_TIMEOUT_S = 600.0
@@ -119,17 +114,13 @@ class ProfiledEndpoint:
         """Stream `tokens` tokens after a fresh prompt of `context_tokens`."""
         body = self._body(self._prompt(context_tokens), tokens) | {"stream": True}
         arrivals: list[tuple[float, int]] = []
-        try:
+        with self._explained():
             async with streamed(self._session, f"{self.url}/v1/completions", body) as (_, events):
                 async for event in events:
                     choices = event.get("choices") or ()
                     count = sum(len(choice.get("token_ids") or ()) for choice in choices)
                     if count:
                         arrivals.append((time.monotonic(), count))
-        except AnswerError as error:
-            raise MeasureError(f"{self.url} answered {error.status}: {error}") from error
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise MeasureError(f"{self.url} can't be measured: {_why(error)}") from error
         times = TokenTimes(tuple(arrivals))
         if times.tokens != tokens:
             raise MeasureError(f"{self.url} streamed {times.tokens} of {tokens} tokens")
@@ -188,8 +179,13 @@ class ProfiledEndpoint:
         return sorted(ids)
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with self._explained():
             return await post_json(self._session, f"{self.url}/v1/completions", body)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except AnswerError as error:
             raise MeasureError(f"{self.url} answered {error.status}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:

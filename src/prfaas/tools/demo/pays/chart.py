@@ -1,6 +1,7 @@
 """The burst for people: bars in the terminal, and what they say."""
 
 from rich.bar import Bar
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -91,3 +92,14 @@ def when_not(limits: PayLimits) -> str:
         f"When it would not pay: for its money the paper's case serves {limits.equal_cost_ratio:.2f} x as many "
         f"requests as H20 alone, but {', '.join(cases)} (`prfaas plan`)."
     )
+
+
+def print_burst(out: Console, burst: BurstOutcome) -> None:
+    """Write when it pays to a console."""
+    out.print(burst_table(burst))
+    for note in burst_notes(burst):
+        out.print(note, style="dim")
+    out.print()
+    out.print(burst_closing(burst), style="bold")
+    out.print(when_not(burst.limits))
+    out.print()
