@@ -65,10 +65,9 @@ def demo(
     """
     from rich.console import Console
 
-    from prfaas.cli.fetching import shown_fetch
+    from prfaas.cli.fetching import fetch_model
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
-    from prfaas.serving.engines.preparation import ensure_model
     from prfaas.tools.demo import DemoError, run_demo
     from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps, print_outcome
     from prfaas.tools.demo.pays import run_burst
@@ -78,8 +77,7 @@ def demo(
     if model is not None:
         loaded = _with_model(loaded, model)
     if act is not Act.PAYS and loaded.model.source is not None and loaded.model.source.is_fetched:
-        with shown_fetch() as report:
-            ensure_model(loaded, report)
+        fetch_model(loaded)
     to_stdout = json_file is not None and str(json_file) == "-"
     out = Console(stderr=to_stdout, highlight=False)
     out.width = min(out.width, DEMO_COLUMNS) if out.is_terminal else DEMO_COLUMNS

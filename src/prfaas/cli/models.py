@@ -96,13 +96,11 @@ def fetch(
 
     Example: prfaas model fetch deployment.yaml --update
     """
-    from prfaas.cli.fetching import shown_fetch
+    from prfaas.cli.fetching import fetch_model
     from prfaas.core.deployment import load_deployment
-    from prfaas.serving.engines.preparation import ensure_model
 
     loaded = load_deployment(deployment)
-    with shown_fetch() as report:
-        ensure_model(loaded, report, weights=weights, update=update)
+    fetch_model(loaded, weights=weights, update=update)
     path = str(loaded.model.path.resolve())
     if as_json:
         print_json({loaded.model.served_name: path})

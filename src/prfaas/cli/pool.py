@@ -1,7 +1,6 @@
 """`prfaas pool`: the prefix-cache pools of a deployment."""
 
 import os
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,10 +12,8 @@ from prfaas.cli.common import (
     AsJson,
     CliError,
     DeploymentPath,
-    LogFormatOption,
-    LogLevelOption,
+    LogsAsked,
     console,
-    log_settings,
     print_json,
 )
 from prfaas.cli.completions import pool_names
@@ -63,8 +60,8 @@ def start(
         "--keep-memory",
     ),
     print_only: bool = option(False, "Print the exact command line and start nothing.", "--print"),
-    log_format: LogFormatOption = None,
-    log_level: LogLevelOption = None,
+    *,
+    logs: LogsAsked,
 ) -> None:
     """Start one pool of this machine, in place of this process, until SIGTERM or Ctrl-C.
 
@@ -78,11 +75,9 @@ def start(
 
     loaded = load_deployment(deployment)
     command = pool_command(loaded, loaded.pool_named(name), keep_memory=keep_memory)
-    logs = log_settings(log_format, log_level)
-    command = replace(command, env={**command.env, **logs.environment()})
+    command = replace(command, env={**command.env, **logs.settings().environment()})
     if print_only:
-        settings = [f"{key}={value}" for key, value in command.env.items()]
-        typer.echo(shlex.join(["env", *settings, *command.argv]))
+        typer.echo(command.shell)
         return
     ensure_key(loaded)
     ensure_certificates(loaded, [name])

@@ -11,11 +11,9 @@ from prfaas.cli.common import (
     CliError,
     DeploymentPath,
     DrainTimeout,
-    LogFormatOption,
-    LogLevelOption,
-    log_settings,
-    write_logs,
+    LogsAsked,
 )
+from prfaas.cli.option_groups import with_options
 
 if TYPE_CHECKING:
     import asyncio
@@ -26,11 +24,12 @@ if TYPE_CHECKING:
     from prfaas.serving.reloading import Reloader
 
 
+@with_options
 def serve(
     deployment: DeploymentPath,
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
-    log_format: LogFormatOption = None,
-    log_level: LogLevelOption = None,
+    *,
+    logs: LogsAsked,
 ) -> None:
     """Run the gateway of a deployment whose engines are started elsewhere, until Ctrl-C.
 
@@ -39,15 +38,14 @@ def serve(
 
     Example: prfaas serve examples/local.yaml
     """
-    from prfaas.cli.fetching import shown_fetch
+    from prfaas.cli.fetching import fetch_model
     from prfaas.core.deployment import GATEWAY, load_deployment
-    from prfaas.serving.engines.preparation import ensure_certificates, ensure_key, ensure_model
+    from prfaas.serving.engines.preparation import ensure_certificates, ensure_key
 
     loaded = load_deployment(deployment)
-    write_logs(log_settings(log_format, log_level))
+    logs.write()
     if loaded.model.source is not None:
-        with shown_fetch() as report:
-            ensure_model(loaded, report, weights=False)
+        fetch_model(loaded, weights=False)
     ensure_key(loaded)
     ensure_certificates(loaded, [GATEWAY])
     run_gateway(

@@ -13,12 +13,9 @@ from prfaas.cli.common import (
     DRAIN_TIMEOUT_S,
     DeploymentPath,
     DrainTimeout,
-    LogFormatOption,
-    LogLevelOption,
+    LogsAsked,
     ReadyTimeout,
-    log_settings,
     progress_bar,
-    write_logs,
 )
 from prfaas.cli.option_groups import option, with_options
 
@@ -45,8 +42,8 @@ def up(
     with_gateway: bool = option(
         True, "With --site: whether the gateway runs here if the site has it.", "--gateway/--no-gateway"
     ),
-    log_format: LogFormatOption = None,
-    log_level: LogLevelOption = None,
+    *,
+    logs: LogsAsked,
 ) -> None:
     """Start the pools, the engines and the gateway of a one-machine deployment; Ctrl-C ends everything.
 
@@ -60,7 +57,7 @@ def up(
 
     Examples: prfaas up examples/local.yaml; prfaas up examples/two-datacenters.yaml --site east
     """
-    from prfaas.cli.fetching import shown_fetch
+    from prfaas.cli.fetching import fetch_model
     from prfaas.cli.serve import check_gateway, run_gateway, tell_ready
     from prfaas.cli.site_share import runs_here, share_of
     from prfaas.core.deployment import load_deployment
@@ -68,7 +65,6 @@ def up(
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
     from prfaas.serving.engines.engine_units import RunningUnits, units_of
     from prfaas.serving.engines.following import FollowingEngines
-    from prfaas.serving.engines.preparation import ensure_model
     from prfaas.serving.engines.running import RunningEngines
     from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
     from prfaas.serving.pool.running import RunningPools
@@ -78,11 +74,10 @@ def up(
     if share.has_gateway:
         check_gateway(loaded)
     if loaded.model.source is not None and loaded.model.source.is_fetched and share.instance_names:
-        with shown_fetch() as report:
-            ensure_model(loaded, report)
+        fetch_model(loaded)
     open_files = raise_descriptor_limit()
     timeout_s = ready_timeout_s or READY_TIMEOUT_S
-    write_logs(log_settings(log_format, log_level))
+    logs.write()
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with (
