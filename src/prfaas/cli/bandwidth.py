@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 @with_options
-@with_options
 def bandwidth(
     model: str = argument(
         ...,

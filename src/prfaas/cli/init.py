@@ -12,7 +12,6 @@ from prfaas.cli.option_groups import option, with_options
 
 
 @with_options
-@with_options
 def init(
     out: Path = option(Path(), "Write it into this folder.", "--out", "-o", metavar="DIR"),
     *,

@@ -3,7 +3,7 @@
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import typer
 
@@ -31,20 +31,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LossKind = Literal["link", "cluster", "instance"]
 
-PlotDirectory = Annotated[
-    Path | None, typer.Option("--plot", metavar="DIR", help="Write plots (PNG) into this folder.")
-]
-
 _MOST_VALUES = 1000
 # A range whose ends are further apart than this is divided by equal ratios.
 _GEOMETRIC_RATIO = 30
 
 
 @with_options
-@with_options
 def plan(
     deployment: DeploymentPath,
-    plot: PlotDirectory = None,
+    plot: Path | None = option(None, "Write plots (PNG) into this folder.", metavar="DIR"),
     sweep: str | None = option(
         None,
         'Plan N times, with values from A to B in one field, e.g. "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50".',

@@ -23,7 +23,6 @@ _CONTEXT_TOKENS = 512
 
 
 @with_options
-@with_options
 def profile(
     url: str | None = argument(
         None, "A vLLM server or gateway, for example http://127.0.0.1:8000.", metavar="[URL]"

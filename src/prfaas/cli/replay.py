@@ -60,7 +60,6 @@ class SendingAsked:
 
 
 @with_options
-@with_options
 def replay(
     url: str = argument(
         ..., "An OpenAI-compatible server, for example http://127.0.0.1:8000.", metavar="URL"

@@ -147,7 +147,6 @@ class WorldAsked:
 
 
 @with_options
-@with_options
 def simulate(
     deployment: DeploymentPath,
     arrivals: ArrivalsAsked,
