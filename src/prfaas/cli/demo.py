@@ -133,12 +133,12 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 class _Shown:
     """Progress on stderr: moving lines on a terminal, one line per step elsewhere."""
 
-    @contextlib.contextmanager
-    def starting(self, engines: "RunningEngines") -> "Iterator[Callable[[StartProgress], None]]":
+    def starting(
+        self, engines: "RunningEngines"
+    ) -> "contextlib.AbstractContextManager[Callable[[StartProgress], None]]":
         from prfaas.cli.up import shown_progress
 
-        with shown_progress(engines) as lines:
-            yield lines.show
+        return shown_progress(engines)
 
     def asking(
         self, whom: str, prompts: "Sequence[DemoPrompt]"

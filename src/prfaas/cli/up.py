@@ -20,8 +20,6 @@ from prfaas.cli.common import (
 from prfaas.cli.option_groups import option, with_options
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from prfaas.core.deployment import Deployment
     from prfaas.serving.engines.child_processes import StartProgress
     from prfaas.serving.engines.following import FollowingEngines
@@ -85,8 +83,8 @@ def up(
             RunningEngines(loaded, share.instance_names) as engines,
         ):
             typer.echo(f"logs: {loaded.logs_dir}; open files: {open_files:,} at most", err=True)
-            with shown_progress(engines) as lines:
-                engines.wait_ready(timeout_s, on_progress=lines.show)
+            with shown_progress(engines) as show:
+                engines.wait_ready(timeout_s, on_progress=show)
             for node in share.pools:
                 if not pools.answers(node.name):
                     _tell(
@@ -168,26 +166,12 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-class _Lines:
-    """One line per engine: a spinner that becomes a mark on terminals, plain text once it is ready elsewhere."""
-
-    def __init__(self, progress: "Progress", names: tuple[str, ...]) -> None:
-        self._progress = progress
-        self._tasks: dict[str, TaskID] = {
-            name: progress.add_task(name, total=1, state="starting") for name in names
-        }
-
-    def show(self, step: "StartProgress") -> None:
-        if step.state != "ready":
-            return
-        self._progress.update(self._tasks[step.name], completed=1, state="ready")
-        if not self._progress.console.is_terminal:
-            self._progress.console.print(f"{step.name}: ready after {step.elapsed_s:.0f} s")
-
-
 @contextmanager
-def shown_progress(engines: "RunningEngines") -> Iterator[_Lines]:
-    """Progress on stderr; pass `.show` to `wait_ready`."""
+def shown_progress(engines: "RunningEngines") -> "Iterator[Callable[[StartProgress], None]]":
+    """What to call with each step of a start; on stderr one line per engine.
+
+    On terminals it has a spinner that becomes a mark, elsewhere it is plain text once the engine is ready.
+    """
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -197,4 +181,13 @@ def shown_progress(engines: "RunningEngines") -> Iterator[_Lines]:
         TimeElapsedColumn(),
     )
     with progress_bar(*columns) as progress:
-        yield _Lines(progress, tuple(engines.names))
+        tasks = {name: progress.add_task(name, total=1, state="starting") for name in engines.names}
+
+        def show(step: "StartProgress") -> None:
+            if step.state != "ready":
+                return
+            progress.update(tasks[step.name], completed=1, state="ready")
+            if not progress.console.is_terminal:
+                progress.console.print(f"{step.name}: ready after {step.elapsed_s:.0f} s")
+
+        yield show

@@ -10,7 +10,7 @@ import aiohttp
 
 from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
 from prfaas.tools.demo.compare import MovedPages
-from prfaas.tools.http_client import AnswerError, streamed
+from prfaas.tools.http_client import AnswerError, greedy_body, streamed
 
 _REQUEST_TIMEOUT_S = 900.0
 
@@ -63,16 +63,8 @@ async def stream_completion(
     Raises:
         RequestFailedError: an error status, a stream that breaks off or lacks what was asked for, or no answer in time.
     """
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-    }
+    shown = {"stream": True, "stream_options": {"include_usage": True}}
+    body = greedy_body(model, prompt, max_tokens, **shown)
     token_ids: list[int] = []
     text: list[str] = []
     prompt_tokens = 0

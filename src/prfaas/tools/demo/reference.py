@@ -8,7 +8,7 @@ import aiohttp
 from prfaas.core.deployment import Cluster, Deployment, Instance
 from prfaas.serving.engines.command import EngineCommand, vllm_command
 from prfaas.tools.demo.client import RequestFailedError, answering
-from prfaas.tools.http_client import post_json
+from prfaas.tools.http_client import greedy_body, post_json
 
 REFERENCE_NAME = "reference"
 _METRICS_TIMEOUT_S = 10.0
@@ -90,17 +90,14 @@ async def complete_alike(
         ids = (await post_json(session, f"{url}/tokenize", asked))["tokens"]
     before = await _ttfts(session, url)
     forced = ids[-1:] if last_token_alone else []
-    body = {
-        "model": model,
-        "prompt": ids[: len(ids) - len(forced)],
-        "max_tokens": len(forced) + max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": _TOP_LOGITS,
-        "return_tokens_as_token_ids": True,
-        "return_token_ids": True,
-        "vllm_xargs": {_FORCED_TOKENS_ARG: forced},
-    }
+    body = greedy_body(
+        model,
+        ids[: len(ids) - len(forced)],
+        len(forced) + max_tokens,
+        logprobs=_TOP_LOGITS,
+        return_tokens_as_token_ids=True,
+        vllm_xargs={_FORCED_TOKENS_ARG: forced},
+    )
     async with answering("the plain engine"):
         answer = await post_json(session, f"{url}/v1/completions", body)
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.latency.profile import ProfileError
-from prfaas.tools.http_client import AnswerError, base_url, post_json, served_models, streamed
+from prfaas.tools.http_client import AnswerError, base_url, greedy_body, post_json, served_models, streamed
 
 # The longest silence of the endpoint, which is a whole prefill.
 _READ_TIMEOUT_S = 600.0
@@ -96,7 +96,7 @@ class ProfiledEndpoint:
 
     async def prefill_s(self, tokens: int) -> float:
         """Seconds from sending a fresh prompt of `tokens` tokens to having the one token asked for."""
-        body = self._body(self._prompt(tokens), 1)
+        body = greedy_body(self.model, self._prompt(tokens), 1)
         start_s = time.monotonic()
         answer = await self._post(body)
         seconds = time.monotonic() - start_s
@@ -112,7 +112,7 @@ class ProfiledEndpoint:
 
     async def decode(self, context_tokens: int, tokens: int) -> TokenTimes:
         """Stream `tokens` tokens after a fresh prompt of `context_tokens`."""
-        body = self._body(self._prompt(context_tokens), tokens) | {"stream": True}
+        body = greedy_body(self.model, self._prompt(context_tokens), tokens, stream=True)
         arrivals: list[tuple[float, int]] = []
         with self._explained():
             async with streamed(self._session, f"{self.url}/v1/completions", body) as (_, events):
@@ -128,16 +128,6 @@ class ProfiledEndpoint:
 
     def _prompt(self, tokens: int) -> list[int]:
         return self._random.choices(self._ids, k=tokens)
-
-    def _body(self, prompt: str | Sequence[int], max_tokens: int) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
 
     async def _find_model(self) -> None:
         try:
@@ -166,7 +156,7 @@ class ProfiledEndpoint:
         letters = self._random.choices(_LETTERS, k=_POOL_TEXT_CHARACTERS)
         # None of them is more than three bytes, so never more than three tokens.
         length = _POOL_TEXT_CHARACTERS if self.max_model_len is None else self.max_model_len // 4
-        body = self._body("".join(letters[:length]), 1) | {"add_special_tokens": False}
+        body = greedy_body(self.model, "".join(letters[:length]), 1, add_special_tokens=False)
         answer = await self._post(body)
         try:
             ids = {int(token) for token in answer["choices"][0]["prompt_token_ids"]}
