@@ -216,7 +216,7 @@ def test_parquet_without_pyarrow_is_one_sentence(tmp_path: Path) -> None:
 
 WITHOUT_TRACES = """
 from prfaas.cli.common import sentence
-from prfaas.cli.serve import check_tracing
+from prfaas.cli.running import check_tracing
 from prfaas.core.deployment import TracingConfig
 try:
     check_tracing(TracingConfig("http://127.0.0.1:9/v1/traces"))

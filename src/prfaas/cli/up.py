@@ -1,7 +1,7 @@
 """`prfaas up`: a whole deployment on this machine."""
 
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -20,9 +20,7 @@ from prfaas.cli.common import (
 from prfaas.cli.option_groups import option, with_options
 
 if TYPE_CHECKING:
-    from prfaas.core.deployment import Deployment
     from prfaas.serving.engines.child_processes import StartProgress
-    from prfaas.serving.engines.following import FollowingEngines
     from prfaas.serving.engines.running import RunningEngines
 
 
@@ -55,8 +53,10 @@ def up(
 
     Examples: prfaas up examples/local.yaml; prfaas up examples/two-datacenters.yaml --site east
     """
+    import asyncio
+
     from prfaas.cli.fetching import fetch_model
-    from prfaas.cli.serve import check_gateway, run_gateway, tell_ready
+    from prfaas.cli.running import check_gateway, follow_file, run_gateway
     from prfaas.cli.site_share import runs_here, share_of
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
@@ -96,66 +96,18 @@ def up(
             engine_supervisor = Supervisor(RunningUnits(engines, here), units, limits, _tell)
             pool_supervisor = Supervisor(pools, share.pool_names, limits, _tell, kind="pool")
             following = FollowingEngines(engines, engine_supervisor, _tell, here)
+            beside = [following.run, pool_supervisor.run]
             if share.has_gateway:
-                run_gateway(
-                    loaded,
-                    ready=partial(tell_ready, loaded),
-                    beside=[following.run, pool_supervisor.run],
-                    following=following,
-                    drain_timeout_s=drain_timeout_s,
-                )
+                run_gateway(loaded, drain_timeout_s, beside=beside, following=following)
             else:
-                ready = partial(typer.echo, f"ready: site {site} without gateway")
-                _follow_file(loaded, following, [following.run, pool_supervisor.run], ready)
+                ready = f"ready: site {site} without gateway"
+                asyncio.run(follow_file(loaded, following, beside, ready))
             typer.echo("stopping", err=True)
     except KeyboardInterrupt:
         typer.echo("stopped before it was ready", err=True)
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _follow_file(
-    deployment: "Deployment",
-    following: "FollowingEngines",
-    beside: "Sequence[Callable[[], Coroutine[None, None, None]]]",
-    ready: "Callable[[], None]",
-) -> None:
-    """Run what is beside until SIGINT or SIGTERM. SIGHUP: start the engines that the file adds.
-
-    `ready` is called once signals are heard: before that a SIGHUP would end the process.
-    """
-    import asyncio
-
-    from prfaas.cli.serve import reload_and_tell
-    from prfaas.serving.reloading import Reloader
-
-    async def until_a_signal() -> None:
-        reloader = Reloader(deployment)
-        reloader.check(following.check)
-        reloader.follow(following)
-
-        async def reload() -> None:
-            await reload_and_tell(reloader)
-            for instance in filter(following.runs_here, reloader.applied.leaving):
-                # Only the gateway knows when its work has ended.
-                _tell(
-                    f"engine {instance.name} is not in the file any more; it goes on until this command ends"
-                )
-
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ended.set)
-        tasks = [asyncio.create_task(make()) for make in beside]
-        loop.add_signal_handler(signal.SIGHUP, lambda: tasks.append(asyncio.create_task(reload())))
-        ready()
-        await ended.wait()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(until_a_signal())
 
 
 def _tell(sentence: str) -> None:
