@@ -7,11 +7,12 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment import Deployment, DeploymentError, Instance, load_deployment
 from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.peers import sources_of
 from prfaas.core.deployment.speculation import kept_model
@@ -25,9 +26,18 @@ from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.secret_files import AdminTokenError, TlsFileError, load_token
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.tls_identity import TlsIdentity
-from prfaas.tools.finding import Finding, ok, problem
+from prfaas.tools.finding import Finding, any_problem, ok, problem
 from prfaas.tools.http_client import AnswerError, get_json, served_models
-from prfaas.tools.security_facts import tools_identity, tools_ports
+from prfaas.tools.pool_facts import check_pools
+from prfaas.tools.process_facts import check_processes
+from prfaas.tools.rank_facts import check_ranks
+from prfaas.tools.security_facts import (
+    check_certificates,
+    check_encryption,
+    check_key,
+    tools_identity,
+    tools_ports,
+)
 
 SUPPORTED_VLLM = ("0.32", "0.33")
 """Their sources have everything that the connector uses (`tests/serving/engines/vllm/test_contract.py`)."""
@@ -47,6 +57,25 @@ _KEY_VARIABLE = "PRFAAS_API_KEY"
 _SAME_CERTIFICATES = (
     "see `prfaas certs FILE --show` on both machines: they need certificates of one CA that are good today"
 )
+
+
+async def diagnose(path: Path, *, probe: bool) -> list[Finding]:
+    """All checks of the deployment in a file; `probe`: also of a prompt that is sent through it."""
+    try:
+        deployment = load_deployment(path)
+    except DeploymentError as error:
+        mend = "correct the file; docs/reference/deployment-file.md explains every field"
+        return [problem("file", str(error), mend)]
+    findings = [ok("file", f"{path} is valid"), check_model(deployment), check_key(deployment)]
+    findings += [*check_ranks(deployment), *check_certificates(deployment), *check_encryption(deployment)]
+    async with aiohttp.ClientSession() as session:
+        findings += await check_engines(deployment, session)
+        findings += await check_pools(deployment)
+        gateway = await check_gateway(deployment, session)
+        findings += [gateway, *await check_processes(deployment, session)]
+        if probe and not any_problem([gateway]):
+            findings.append(await check_disaggregation(deployment, session))
+    return findings
 
 
 def check_model(deployment: Deployment) -> Finding:
