@@ -42,8 +42,28 @@ _length_option = options_of_panel("How long")
 
 
 @dataclass(frozen=True, slots=True)
+class LengthAsked:
+    """For how long requests arrive."""
+
+    requests: int | None = _length_option(None, f"Default: {_REQUESTS}.", min=1)
+    duration: float | None = _length_option(None, "Simulated seconds of arrivals instead.")
+
+    def check(self) -> None:
+        """Raise CliError for two lengths, or one that is none."""
+        if self.requests is not None and self.duration is not None:
+            raise CliError("give --requests or --duration, not both")
+        if self.duration is not None and not (math.isfinite(self.duration) and self.duration > 0):
+            raise CliError(f"--duration: must be seconds above 0, not {self.duration:g}")
+
+    @property
+    def count(self) -> int | None:
+        """How many requests; None: those of the duration."""
+        return None if self.duration is not None else self.requests or _REQUESTS
+
+
+@dataclass(frozen=True, slots=True)
 class ArrivalsAsked:
-    """What arrives, beside a trace, and for how long."""
+    """What arrives, beside a trace."""
 
     load: float | None = _arrival_option(
         None,
@@ -61,22 +81,8 @@ class ArrivalsAsked:
     )
     seed: int = _arrival_option(0, "Another seed, other traffic.", min=0)
     seeds: int = _arrival_option(1, "So many seeds from this one on, with 95 % intervals.", min=1)
-    requests: int | None = _length_option(None, f"Default: {_REQUESTS}.", min=1)
-    duration: float | None = _length_option(None, "Simulated seconds of arrivals instead.")
 
-    def check(self) -> None:
-        """Raise CliError for two lengths or two rates, or one that is none."""
-        if self.requests is not None and self.duration is not None:
-            raise CliError("give --requests or --duration, not both")
-        if self.duration is not None and not (math.isfinite(self.duration) and self.duration > 0):
-            raise CliError(f"--duration: must be seconds above 0, not {self.duration:g}")
-
-    @property
-    def count(self) -> int | None:
-        """How many requests; None: those of the duration."""
-        return None if self.duration is not None else self.requests or _REQUESTS
-
-    def rate_rps(self, lambda_max_rps: float) -> float:
+    def rate_rps(self, lambda_max_rps: float, length: LengthAsked) -> float:
         """The mean rate. Raises CliError for two, one that is none, or more requests than can be simulated."""
         from prfaas.lab.simulator.simulation import check_length
 
@@ -89,7 +95,7 @@ class ArrivalsAsked:
         if not (math.isfinite(given) and given > 0):
             raise CliError(f"{name}: must be a number above 0, not {given:g}")
         try:
-            check_length(given * unit, self.count, self.duration)
+            check_length(given * unit, length.count, length.duration)
         except ValueError as error:
             raise CliError(str(error)) from None
         return given * unit
@@ -154,6 +160,7 @@ def simulate(
     asked_trace: TraceAsked,
     met: WorldAsked,
     asked_pools: PoolsAsked,
+    length: LengthAsked,
     report: Path | None = option(
         None, "Write DIR/index.html, one self-contained page with plots.", metavar="DIR"
     ),
@@ -183,7 +190,7 @@ def simulate(
     from prfaas.lab.report.simulation import SimulationReport
     from prfaas.lab.simulator.recording import Arriving
 
-    arrivals.check()
+    length.check()
     changes = parse_changes(met.set_fields or ())
     planned = load_planned(deployment, changes=changes)
     asked = policies_of(planned, met.policy, met.compare, met.param or ())
@@ -194,12 +201,12 @@ def simulate(
         raise CliError(
             f"{deployment}: can serve nothing by `prfaas plan`; it needs instances that prefill and that decode"
         )
-    rate_rps, failures = arrivals.rate_rps(lambda_max), failures_of(met.outage, met.fail)
+    rate_rps, failures = arrivals.rate_rps(lambda_max, length), failures_of(met.outage, met.fail)
     links = links_asked(planned, met.link_fluctuation, met.steps or ())
     has_caches = trace is not None if met.caches is None else met.caches
     caches, pools = caches_asked(planned, has_caches, met.cache_memory), pools_asked(planned, asked_pools)
     traffic = traffic_asked(arriving, rate_rps, bursts=arrivals.bursts, diurnal=arrivals.diurnal)
-    _check_any(traffic, arrivals)
+    _check_any(traffic, arrivals.seed, length.duration)
     folder = None if report is None else made_folder(report)
     rows = records_file(records)
     scenarios = [
@@ -207,7 +214,7 @@ def simulate(
         for name, params in asked.items()
     ]
     results, *others = (
-        _simulated(scenarios, traffic, arrivals, arrivals.seed + more) for more in range(arrivals.seeds)
+        _simulated(scenarios, traffic, length, arrivals.seed + more) for more in range(arrivals.seeds)
     )
     shown = SimulationReport(
         deployment=planned,
@@ -216,8 +223,8 @@ def simulate(
         rate_rps=rate_rps,
         lambda_max_rps=lambda_max,
         seed=arrivals.seed,
-        requests=arrivals.count,
-        duration_s=arrivals.duration,
+        requests=length.count,
+        duration_s=length.duration,
         arrivals=traffic.described,
         arrivals_text=traffic.text,
         notes=traffic.notes,
@@ -254,7 +261,7 @@ def _show(
 
 
 def _simulated(
-    scenarios: "Sequence[Scenario]", traffic: "SimulatedTraffic", arrivals: ArrivalsAsked, seed: int
+    scenarios: "Sequence[Scenario]", traffic: "SimulatedTraffic", length: LengthAsked, seed: int
 ) -> "dict[str, Result]":
     """Every scenario under the same requests, with a bar on stderr; how quick it was is said there too."""
     import numpy as np
@@ -263,7 +270,7 @@ def _simulated(
     from prfaas.core.scheduling.view import NoDecodeInstanceError
     from prfaas.lab.simulator.simulation import simulate as run
 
-    expected = arrivals.count or round((arrivals.duration or 0.0) * traffic.traffic.mean_per_s)
+    expected = length.count or round((length.duration or 0.0) * traffic.traffic.mean_per_s)
     results = {}
     with progress_bar(transient=True) as progress:
         for scenario in scenarios:
@@ -278,8 +285,8 @@ def _simulated(
                     scenario,
                     traffic.traffic.chunks(np.random.default_rng(seed)),
                     seed=seed,
-                    requests=arrivals.count,
-                    duration_s=arrivals.duration,
+                    requests=length.count,
+                    duration_s=length.duration,
                     progress=advance,
                 )
             except (NoDecodeInstanceError, UnsoundDecisionError) as error:
@@ -295,12 +302,11 @@ def _simulated(
     return results
 
 
-def _check_any(traffic: "SimulatedTraffic", arrivals: ArrivalsAsked) -> None:
+def _check_any(traffic: "SimulatedTraffic", seed: int, duration_s: float | None) -> None:
     import numpy as np
 
-    rng = np.random.default_rng(arrivals.seed)
-    first_s = float(next(traffic.traffic.chunks(rng)).arrival_s[0])
-    if arrivals.duration is not None and first_s >= arrivals.duration:
+    first_s = float(next(traffic.traffic.chunks(np.random.default_rng(seed))).arrival_s[0])
+    if duration_s is not None and first_s >= duration_s:
         raise CliError(
-            f"--duration: nothing arrives within {arrivals.duration:g} s; the first request comes after {first_s:.3g} s"
+            f"--duration: nothing arrives within {duration_s:g} s; the first request comes after {first_s:.3g} s"
         )
