@@ -5,13 +5,7 @@ from dataclasses import replace
 
 import typer
 
-from prfaas.cli.common import (
-    AsJson,
-    DeploymentPath,
-    InstanceName,
-    LogsAsked,
-    print_json,
-)
+from prfaas.cli.common import AsJson, DeploymentPath, InstanceName, LogsAsked, print_json
 from prfaas.cli.option_groups import option, with_options
 
 

@@ -3,14 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from prfaas.cli.common import progress_bar
 from prfaas.core.deployment import Deployment

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from prfaas.cli.common import (
-    AsJson,
-    CliError,
-    DeploymentPath,
-    LogsAsked,
-    console,
-    print_json,
-)
+from prfaas.cli.common import AsJson, CliError, DeploymentPath, LogsAsked, console, print_json
 from prfaas.cli.completions import pool_names
 from prfaas.cli.option_groups import argument, option, with_options
 

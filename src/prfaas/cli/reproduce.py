@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from prfaas.cli.common import AsJson, CliError, print_json, write_text
+from prfaas.cli.common import AsJson, print_json, write_text
 from prfaas.cli.option_groups import option, with_options
 
 
@@ -19,12 +19,9 @@ def reproduce(
 
     Example: prfaas reproduce --out docs/explanation/reproduction.md
     """
-    from prfaas.cli.study_folder import StudyFolderError, own_module
+    from prfaas.cli.study_folder import own_module
 
-    try:
-        tables = own_module("_reproduction")
-    except StudyFolderError as error:
-        raise CliError(str(error)) from None
+    tables = own_module("_reproduction")
     result = tables.reproduced()
     page = tables.reproduction_page(result)
     if out is not None:

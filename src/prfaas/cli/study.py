@@ -1,7 +1,7 @@
 """`prfaas study`: questions about the scheduler, answered by many simulations."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from prfaas.cli.common import (
     write_text,
 )
 from prfaas.cli.option_groups import argument, option, with_options
-from prfaas.cli.study_folder import study_names
+from prfaas.cli.study_folder import studies_of, study_names
 
 if TYPE_CHECKING:
     from prfaas.lab.studies import Study, StudyContext, StudySection
@@ -60,7 +60,7 @@ def study(
     from prfaas.core.workload.requests import read_requests
     from prfaas.lab.studies import context_of, page_of
 
-    known = _known(folder)
+    known = studies_of(folder)
     if name != "all" and name not in known:
         raise CliError(f'there is no study "{name}"; there are {", ".join(known)}, and "all"')
     chosen = list(known.values()) if name == "all" else [known[name]]
@@ -82,15 +82,6 @@ def study(
         _print_json(context, outcomes)
     elif out is None:
         typer.echo(page, nl=False)
-
-
-def _known(folder: Path | None) -> "Mapping[str, Study]":
-    from prfaas.cli.study_folder import StudyFolderError, studies_of
-
-    try:
-        return studies_of(folder)
-    except StudyFolderError as error:
-        raise CliError(f"--studies: {error}" if folder is not None else str(error)) from error
 
 
 def _simulate(chosen: "Sequence[Study]", context: "StudyContext", jobs: int) -> "dict[str, Outcomes]":
