@@ -7,10 +7,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -24,12 +22,8 @@ if TYPE_CHECKING:
     from prfaas.serving.engines.running import RunningEngines
     from prfaas.tools.demo import DemoPrompt
 
-
-class Act(StrEnum):
-    """A part of the demo."""
-
-    EXACTNESS = "exactness"
-    PAYS = "pays"
+Act = Literal["exactness", "pays"]
+"""A part of the demo."""
 
 
 @with_options
@@ -76,19 +70,19 @@ def demo(
     loaded = load_deployment(deployment or example_path("local.yaml"))
     if model is not None:
         loaded = _with_model(loaded, model)
-    if act is not Act.PAYS and loaded.model.source is not None and loaded.model.source.is_fetched:
+    if act != "pays" and loaded.model.source is not None and loaded.model.source.is_fetched:
         fetch_model(loaded)
     to_stdout = json_file is not None and str(json_file) == "-"
     out = Console(stderr=to_stdout, highlight=False)
     out.width = min(out.width, DEMO_COLUMNS) if out.is_terminal else DEMO_COLUMNS
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     shown = _Shown()
     outcome, burst = None, None
     try:
-        if act is not Act.PAYS:
+        if act != "pays":
             outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S, restart=restart)
             print_outcome(out, outcome)
-        if act is not Act.EXACTNESS:
+        if act != "exactness":
             burst = run_burst(shown.bursting)
             print_burst(out, burst)
     except DemoError as error:
@@ -124,10 +118,6 @@ def _with_model(deployment: "Deployment", name: str) -> "Deployment":
         path=source.directory(deployment.state_dir, deployment.name),
     )
     return replace(deployment, model=model)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 class _Shown:

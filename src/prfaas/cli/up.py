@@ -4,7 +4,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
@@ -76,7 +75,7 @@ def up(
     open_files = raise_descriptor_limit()
     timeout_s = ready_timeout_s or READY_TIMEOUT_S
     logs.write()
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with (
             RunningPools(loaded, share.pool_names) as pools,
@@ -112,10 +111,6 @@ def up(
 
 def _tell(sentence: str) -> None:
     typer.echo(sentence, err=True)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 @contextmanager
