@@ -14,7 +14,7 @@ import aiohttp
 
 from prfaas.core.deployment import Deployment, DeploymentError, Instance, load_deployment
 from prfaas.core.deployment.addresses import is_loopback
-from prfaas.core.deployment.peers import sources_of
+from prfaas.core.deployment.peers import peers_of, sources_of
 from prfaas.core.deployment.speculation import kept_model
 from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError, UnknownModelError
 from prfaas.core.kv.drafters import DrafterError
@@ -30,7 +30,6 @@ from prfaas.tools.finding import Finding, any_problem, ok, problem
 from prfaas.tools.http_client import AnswerError, get_json, served_models
 from prfaas.tools.pool_facts import check_pools
 from prfaas.tools.process_facts import check_processes
-from prfaas.tools.rank_facts import check_ranks
 from prfaas.tools.security_facts import (
     check_certificates,
     check_encryption,
@@ -102,6 +101,31 @@ def check_model(deployment: Deployment) -> Finding:
             mend = f"set model.path in {deployment.path} to a checkpoint directory of a supported model"
         return problem("model", str(error), mend)
     return ok("model", "; ".join(filter(None, (*described, later))))
+
+
+def check_ranks(deployment: Deployment) -> list[Finding]:
+    """Engines that can't send each other anything, by the file alone; nothing where one size divides the other."""
+    unlike = list(
+        dict.fromkeys(
+            tuple(sorted((instance, peer.member), key=lambda each: each.name))
+            for instance in deployment.instances
+            for peer in peers_of(deployment, instance)
+            if not instance.rank_grid.paired(0, peer.member.rank_grid)
+        )
+    )
+    if not unlike:
+        return []
+    one, other = unlike[0]
+    more = f" (and {len(unlike) - 1} more pairs)" if len(unlike) > 1 else ""
+    return [
+        problem(
+            "ranks",
+            f"{one.name} has tensor_parallel {one.tensor_parallel} and {other.name} {other.tensor_parallel}: neither "
+            f"divides the other, so no rank can map the other's KVCache{more}",
+            f"give them sizes in {deployment.path} of which one divides the other; until then prompts are prefilled "
+            "where they are decoded",
+        )
+    ]
 
 
 async def check_engines(deployment: Deployment, session: aiohttp.ClientSession) -> list[Finding]:
