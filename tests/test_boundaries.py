@@ -15,7 +15,7 @@ PARSES_JSON = {
     "tools/doctor.py",
     # Answers to a tool that a person runs.
     "cli/common.py",
-    *("tools/http_client.py", "tools/replay/client.py"),
+    "tools/http_client.py",
     # Bodies of clients.
     "serving/engines/synthetic/api_bodies.py",
     # The way of a request through the gateway: answers of engines, and files of the model.

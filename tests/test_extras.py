@@ -43,18 +43,25 @@ for name in wanted:
 """
 
 PROMISED = {
-    "": "prfaas.api prfaas.cli prfaas.core.deployment prfaas.core.kv prfaas.core.route_header prfaas.tools.emit",
+    # All commands, and what of them works without an extra.
+    "": (
+        "prfaas.api prfaas.cli.main prfaas.cli.init_draft prfaas.cli.status_tables prfaas.core.deployment "
+        "prfaas.core.kv prfaas.core.route_header prfaas.tools.emit"
+    ),
     "engine": (
         "prfaas.core.deployment prfaas.core.kv prfaas.serving.transport prfaas.serving.engines.preparation "
         "prfaas.serving.engines.running prfaas.serving.engines.command prfaas.serving.engines.process_group "
-        "prfaas.serving.pool.client"
+        "prfaas.serving.pool.client prfaas.cli.fetching"
     ),
     "gateway": (
         "prfaas.core prfaas.serving.transport prfaas.serving.live prfaas.serving.gateway prfaas.serving.control "
         "prfaas.serving.engines.synthetic prfaas.serving.pool prfaas.tools.demo "
-        "prfaas.tools.doctor prfaas.tools.monitoring prfaas.tools.replay"
+        "prfaas.tools.doctor prfaas.tools.monitoring prfaas.tools.replay prfaas.cli.running prfaas.cli.site_share "
+        "prfaas.cli.fetching"
     ),
-    "plan": "prfaas.core prfaas.lab prfaas.tools.profiling",
+    "plan": (
+        "prfaas.core prfaas.lab prfaas.tools.profiling prfaas.cli.simulate_inputs prfaas.cli.profile_estimate"
+    ),
     "trace": "prfaas.serving.tracing.queue prfaas.serving.tracing.collector",
 }
 DOES = {
@@ -216,7 +223,7 @@ def test_parquet_without_pyarrow_is_one_sentence(tmp_path: Path) -> None:
 
 WITHOUT_TRACES = """
 from prfaas.cli.common import sentence
-from prfaas.cli.serve import check_tracing
+from prfaas.cli.running import check_tracing
 from prfaas.core.deployment import TracingConfig
 try:
     check_tracing(TracingConfig("http://127.0.0.1:9/v1/traces"))

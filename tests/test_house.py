@@ -32,6 +32,8 @@ OF_ONE_USER = {
     "core.latency.curve_reader",
     # It asks its own process.
     "cli.site_share",
+    # Imports what estimates; its user is imported for every command's help.
+    "cli.profile_estimate",
     # Two of what a fleet does, each with other parts of a plane; with both, its control would be as long as a file may.
     *("serving.fleet.decisions", "serving.fleet.shares"),
     # Imports torch and what makes a checkpoint: only where one is made.
@@ -49,7 +51,6 @@ OF_ONE_USER = {
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
     # Rooms that are still to be taken apart: tools, lab.
-    *("tools.demo.pools", "tools.demo.warm_up"),
     "tools.emit.containers",
 }
 

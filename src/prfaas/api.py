@@ -17,123 +17,68 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prfaas.core.deployment import (
-        Cluster,
-        ControlConfig,
-        Deployment,
-        DeploymentError,
-        Instance,
-        Link,
-        PlannedCluster,
-        PlannedDeployment,
-        Routing,
-        Slo,
-        load_deployment,
-        load_planned,
-    )
-    from prfaas.core.deployment.examples import example_files, example_path
-    from prfaas.core.kv.config_fields import ConfigError
-    from prfaas.core.kv.dtypes import KvCacheDtype, ModelDtype, StateDtype
-    from prfaas.core.kv.layers import (
-        ChunkedWindow,
-        CompressedAttention,
-        FullAttention,
-        LinearState,
-        SlidingWindow,
-    )
-    from prfaas.core.kv.model import KvModel
-    from prfaas.core.kv.published import PublishedModel, published_models
-    from prfaas.core.latency.files import load_profile
-    from prfaas.core.latency.profile import LatencyProfile, ProfileError
-    from prfaas.core.planner import Baseline, Cost, OperatingPoint, Plan, PlanError, ShadowPrice, TtftEstimate
-    from prfaas.core.scheduling.decision import (
-        CacheTransfer,
-        Decision,
-        KvFacts,
-        PrefixHit,
-        Route,
-        RoutingRequest,
-    )
-    from prfaas.core.scheduling.options import PrefillOption, options
-    from prfaas.core.scheduling.parameters import Bounds, Parameter, PolicyError, parameters_of
-    from prfaas.core.scheduling.policy import POLICIES, Policy, make_policy, policy_class, policy_named
-    from prfaas.core.scheduling.view import (
-        ClusterView,
-        InstanceView,
-        LinkView,
-        NoDecodeInstanceError,
-        PoolView,
-        View,
-    )
-    from prfaas.core.workload.lengths import WorkloadError
-    from prfaas.lab.simulator.result import Result
-
-__all__ = [
-    "POLICIES",
-    "Baseline",
-    "Bounds",
-    "CacheTransfer",
-    "ChunkedWindow",
-    "Cluster",
-    "ClusterView",
-    "CompressedAttention",
-    "ConfigError",
-    "ControlConfig",
-    "Cost",
-    "Decision",
-    "Deployment",
-    "DeploymentError",
-    "FullAttention",
-    "Instance",
-    "InstanceView",
-    "KvCacheDtype",
-    "KvFacts",
-    "KvModel",
-    "LatencyProfile",
-    "LinearState",
-    "Link",
-    "LinkView",
-    "ModelDtype",
-    "NoDecodeInstanceError",
-    "OperatingPoint",
-    "Parameter",
-    "Plan",
-    "PlanError",
-    "PlannedCluster",
-    "PlannedDeployment",
-    "Policy",
-    "PolicyError",
-    "PoolView",
-    "PrefillOption",
-    "PrefixHit",
-    "ProfileError",
-    "PublishedModel",
-    "Result",
-    "Route",
-    "Routing",
-    "RoutingRequest",
-    "ShadowPrice",
-    "SlidingWindow",
-    "Slo",
-    "StateDtype",
-    "TtftEstimate",
-    "View",
-    "WorkloadError",
-    "example_files",
-    "example_path",
-    "kv_model",
-    "load_deployment",
-    "load_planned",
-    "load_profile",
-    "make_policy",
-    "options",
-    "parameters_of",
-    "plan",
-    "policy_class",
-    "policy_named",
-    "published_models",
-    "simulate",
-]
+    # Written "as" itself, a name is public to type checkers; the program finds it by _SOURCES.
+    from prfaas.core.deployment import Cluster as Cluster
+    from prfaas.core.deployment import ControlConfig as ControlConfig
+    from prfaas.core.deployment import Deployment as Deployment
+    from prfaas.core.deployment import DeploymentError as DeploymentError
+    from prfaas.core.deployment import Instance as Instance
+    from prfaas.core.deployment import Link as Link
+    from prfaas.core.deployment import PlannedCluster as PlannedCluster
+    from prfaas.core.deployment import PlannedDeployment as PlannedDeployment
+    from prfaas.core.deployment import Routing as Routing
+    from prfaas.core.deployment import Slo as Slo
+    from prfaas.core.deployment import load_deployment as load_deployment
+    from prfaas.core.deployment import load_planned as load_planned
+    from prfaas.core.deployment.examples import example_files as example_files
+    from prfaas.core.deployment.examples import example_path as example_path
+    from prfaas.core.kv.config_fields import ConfigError as ConfigError
+    from prfaas.core.kv.dtypes import KvCacheDtype as KvCacheDtype
+    from prfaas.core.kv.dtypes import ModelDtype as ModelDtype
+    from prfaas.core.kv.dtypes import StateDtype as StateDtype
+    from prfaas.core.kv.layers import ChunkedWindow as ChunkedWindow
+    from prfaas.core.kv.layers import CompressedAttention as CompressedAttention
+    from prfaas.core.kv.layers import FullAttention as FullAttention
+    from prfaas.core.kv.layers import LinearState as LinearState
+    from prfaas.core.kv.layers import SlidingWindow as SlidingWindow
+    from prfaas.core.kv.model import KvModel as KvModel
+    from prfaas.core.kv.published import PublishedModel as PublishedModel
+    from prfaas.core.kv.published import published_models as published_models
+    from prfaas.core.latency.files import load_profile as load_profile
+    from prfaas.core.latency.profile import LatencyProfile as LatencyProfile
+    from prfaas.core.latency.profile import ProfileError as ProfileError
+    from prfaas.core.planner import Baseline as Baseline
+    from prfaas.core.planner import Cost as Cost
+    from prfaas.core.planner import OperatingPoint as OperatingPoint
+    from prfaas.core.planner import Plan as Plan
+    from prfaas.core.planner import PlanError as PlanError
+    from prfaas.core.planner import ShadowPrice as ShadowPrice
+    from prfaas.core.planner import TtftEstimate as TtftEstimate
+    from prfaas.core.scheduling.decision import CacheTransfer as CacheTransfer
+    from prfaas.core.scheduling.decision import Decision as Decision
+    from prfaas.core.scheduling.decision import KvFacts as KvFacts
+    from prfaas.core.scheduling.decision import PrefixHit as PrefixHit
+    from prfaas.core.scheduling.decision import Route as Route
+    from prfaas.core.scheduling.decision import RoutingRequest as RoutingRequest
+    from prfaas.core.scheduling.options import PrefillOption as PrefillOption
+    from prfaas.core.scheduling.options import options as options
+    from prfaas.core.scheduling.parameters import Bounds as Bounds
+    from prfaas.core.scheduling.parameters import Parameter as Parameter
+    from prfaas.core.scheduling.parameters import PolicyError as PolicyError
+    from prfaas.core.scheduling.parameters import parameters_of as parameters_of
+    from prfaas.core.scheduling.policy import POLICIES as POLICIES
+    from prfaas.core.scheduling.policy import Policy as Policy
+    from prfaas.core.scheduling.policy import make_policy as make_policy
+    from prfaas.core.scheduling.policy import policy_class as policy_class
+    from prfaas.core.scheduling.policy import policy_named as policy_named
+    from prfaas.core.scheduling.view import ClusterView as ClusterView
+    from prfaas.core.scheduling.view import InstanceView as InstanceView
+    from prfaas.core.scheduling.view import LinkView as LinkView
+    from prfaas.core.scheduling.view import NoDecodeInstanceError as NoDecodeInstanceError
+    from prfaas.core.scheduling.view import PoolView as PoolView
+    from prfaas.core.scheduling.view import View as View
+    from prfaas.core.workload.lengths import WorkloadError as WorkloadError
+    from prfaas.lab.simulator.result import Result as Result
 
 _SOURCES = {
     "prfaas.core.deployment": (
@@ -158,6 +103,7 @@ _SOURCES = {
     "prfaas.lab.simulator.result": "Result",
 }
 _MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names.split()}
+__all__ = sorted((*_MODULE_OF, "kv_model", "plan", "simulate"))
 
 
 def __getattr__(name: str) -> Any:
@@ -304,21 +250,30 @@ def simulate(
         >>> summary["lost"], summary["stable"], 0 < summary["offloaded_fraction"] < 1
         (0, True, True)
     """
-    from functools import partial
+    import math
 
     import numpy as np
 
-    from prfaas.core.workload.arrivals import arrivals_at
-    from prfaas.lab.simulator.recording import caches_for, traffic_for
+    from prfaas.core.workload.requests import read_requests
+    from prfaas.core.workload.trace_columns import TraceColumns
+    from prfaas.lab.simulator.recording import Arriving, caches_for
     from prfaas.lab.simulator.scenario import Failure, as_deployed, stepped
     from prfaas.lab.simulator.simulation import simulate as run
 
     if requests is not None and duration_s is not None:
         raise ValueError("give requests or duration_s, not both")
+    if load is not None and requests_per_s is not None:
+        raise ValueError("give a load or requests_per_s, not both")
     planned = _planned(deployment)
-    is_shaped = bursts or diurnal is not None
-    arrivals = partial(arrivals_at, bursts=bursts, diurnal=diurnal) if is_shaped else None
-    traffic = traffic_for(planned, load, requests_per_s, trace, columns, trace_format, arrivals)
+    named = None if columns is None else TraceColumns.of(columns)
+    recorded = None if trace is None else read_requests(Path(trace), trace_format, named)
+    arriving = Arriving.of(planned, recorded)
+    rate_rps = requests_per_s
+    if rate_rps is None:
+        rate_rps = (0.7 if load is None else load) * arriving.lambda_max_rps
+    if not (math.isfinite(rate_rps) and rate_rps > 0):
+        raise ValueError(f"requests must arrive at a rate above 0, not {rate_rps:g} per second")
+    traffic = arriving.at_rate(rate_rps, bursts=bursts, diurnal=diurnal)
     scenario = as_deployed(
         planned,
         policy,

@@ -15,6 +15,7 @@ from tests.ports import free_ports
 
 from prfaas import __version__
 from prfaas.cli import main as cli
+from prfaas.cli.common import LogsAsked
 from prfaas.core.deployment import load_deployment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
@@ -24,8 +25,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PRFAAS_HOME", str(tmp_path / "home"))
     # It would change the loggers of this process for all tests after.
-    for command in ("serve", "up"):
-        monkeypatch.setattr(f"prfaas.cli.{command}.write_logs", lambda settings: None)
+    monkeypatch.setattr("prfaas.cli.common.LogsAsked.write", LogsAsked.settings)
     return tmp_path / "home"
 
 

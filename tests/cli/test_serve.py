@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.cli.serve import reload_and_tell
+from prfaas.cli.running import reload_and_tell
 from prfaas.core.deployment import load_deployment
 from prfaas.serving.reloading import Reloader
 

@@ -7,11 +7,10 @@ import pytest
 
 from prfaas.cli.simulate_inputs import SimulatedTraffic, traffic_asked
 from prfaas.core.deployment import PlannedDeployment, load_planned
-from prfaas.core.planner import problem_of
 from prfaas.core.workload.lengths import WorkloadError
 from prfaas.core.workload.requests import TracedRequest, read_requests, write_requests
 from prfaas.core.workload.traffic import RequestChunk
-from prfaas.lab.simulator.recording import Recording
+from prfaas.lab.simulator.recording import Arriving
 
 PAPER = Path(__file__).parents[2] / "examples" / "paper.yaml"
 
@@ -45,7 +44,7 @@ def trace_of(tmp_path: Path, lengths: list[int], gap_s: float = 1.0) -> Path:
 def test_made_up_requests_have_the_rate_and_the_lengths_of_the_file(
     deployment: PlannedDeployment, bursts: bool, diurnal: str | None
 ) -> None:
-    traffic = traffic_asked(problem_of(deployment), None, 3.0, bursts=bursts, diurnal=diurnal)
+    traffic = traffic_asked(Arriving.of(deployment, None), 3.0, bursts=bursts, diurnal=diurnal)
     assert traffic.traffic.mean_per_s == pytest.approx(3.0)
     chunks = chunks_of(traffic, 200_000)
     arrivals = np.concatenate([each.arrival_s for each in chunks])
@@ -59,16 +58,15 @@ def test_made_up_requests_have_the_rate_and_the_lengths_of_the_file(
 
 def test_a_hit_ratio_of_the_file_shortens_prompts_and_is_said() -> None:
     half = load_planned(PAPER, changes={"workload.prefix_hit_ratio": 0.5, "workload.lengths.low": 256})
-    traffic = traffic_asked(problem_of(half), None, 3.0, bursts=False, diurnal=None)
+    traffic = traffic_asked(Arriving.of(half, None), 3.0, bursts=False, diurnal=None)
     lengths = chunks_of(traffic, 8000)[0].input_tokens
     assert lengths.mean() == pytest.approx(13_800, rel=0.05)
     assert any("prefix_hit_ratio of 0.5" in note for note in traffic.notes)
 
 
 def replayed(deployment: PlannedDeployment, path: Path, rate_rps: float) -> SimulatedTraffic:
-    problem = problem_of(deployment)
-    recording = Recording.of(deployment, problem, read_requests(path))
-    return traffic_asked(problem, recording, rate_rps, bursts=False, diurnal=None)
+    arriving = Arriving.of(deployment, read_requests(path))
+    return traffic_asked(arriving, rate_rps, bursts=False, diurnal=None)
 
 
 def test_a_trace_comes_at_the_rate_that_was_asked_for(tmp_path: Path, deployment: PlannedDeployment) -> None:

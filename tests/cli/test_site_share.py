@@ -18,7 +18,7 @@ LOCAL = load_deployment(example_path("local"))
 def on(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The addresses that this machine has."""
     addresses = {"0.0.0.0"}
-    monkeypatch.setattr("prfaas.serving.engines.preparation.is_here", addresses.__contains__)
+    monkeypatch.setattr("prfaas.cli.site_share.is_here", addresses.__contains__)
     return addresses
 
 

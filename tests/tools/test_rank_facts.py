@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import Deployment, load_deployment
-from prfaas.tools.rank_facts import check_ranks
+from prfaas.tools.doctor import check_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 

@@ -1,13 +1,13 @@
 """`prfaas bandwidth`: the egress that a prefill cluster needs."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes, named_model
 from prfaas.cli.common import AsJson, CliError, print_json
 from prfaas.cli.completions import model_names
-from prfaas.cli.option_groups import with_groups
+from prfaas.cli.option_groups import argument, option, with_options
 from prfaas.cli.trace_options import TraceAsked, beyond
 
 if TYPE_CHECKING:
@@ -15,33 +15,25 @@ if TYPE_CHECKING:
     from prfaas.core.workload.lengths import LengthDistribution
 
 
-@with_groups
+@with_options
 def bandwidth(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A published model (`prfaas models`), or a config.json.",
-            autocompletion=model_names,
-        ),
-    ],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the prefill cluster.")],
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE", help="How fast an instance is; default: MODEL-h200, where there is one."
-        ),
-    ] = None,
-    length: Annotated[
-        float | None, typer.Option(min=1, help="Uncached length of every request, tokens. Default: 32768.")
-    ] = None,
-    lognormal: Annotated[
-        str | None,
-        typer.Option(metavar="MU,SIGMA,LOW,HIGH", help="Log-normal lengths within limits instead."),
-    ] = None,
+    model: str = argument(
+        ...,
+        "A published model (`prfaas models`), or a config.json.",
+        metavar="MODEL",
+        autocompletion=model_names,
+    ),
+    gpus: int = option(..., "GPUs of the prefill cluster.", min=1),
+    profile: str | None = option(
+        None, "How fast an instance is; default: MODEL-h200, where there is one.", metavar="NAME|FILE"
+    ),
+    length: float | None = option(None, "Uncached length of every request, tokens. Default: 32768.", min=1),
+    lognormal: str | None = option(
+        None, "Log-normal lengths within limits instead.", metavar="MU,SIGMA,LOW,HIGH"
+    ),
     *,
     asked_trace: TraceAsked,
-    kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
+    kv_dtype: str | None = option(None, KV_DTYPE_HELP),
     as_json: AsJson = False,
 ) -> None:
     """Say what bandwidth N GPUs fill with KVCache if they prefill without a pause (the paper's equation 2).

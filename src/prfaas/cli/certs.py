@@ -1,32 +1,27 @@
 """`prfaas certs`: the certificates that engines, gateway and tools show each other."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from prfaas.cli.common import AsJson, CliError, DeploymentPath, console, print_json
+from prfaas.cli.option_groups import option, with_options
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import Deployment
     from prfaas.serving.certificates import CertificateFolder, CertificateState
 
 
+@with_options
 def certs(
     deployment: DeploymentPath,
-    days: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="How long new certificates are good; 365 if not given."),
-    ] = None,
-    rotate: Annotated[
-        bool, typer.Option("--rotate", help="Replace all certificates, with new keys, by the newest CA.")
-    ] = False,
-    rotate_ca: Annotated[
-        bool, typer.Option("--rotate-ca", help="Add a new CA, which is trusted beside the old one.")
-    ] = False,
-    retire_ca: Annotated[
-        bool, typer.Option("--retire-ca", help="Trust only the newest CA from now on.")
-    ] = False,
-    show: Annotated[bool, typer.Option("--show", help="Change nothing.")] = False,
+    days: int | None = option(
+        None, "How long new certificates are good; 365 if not given.", metavar="N", min=1
+    ),
+    rotate: bool = option(False, "Replace all certificates, with new keys, by the newest CA.", "--rotate"),
+    rotate_ca: bool = option(False, "Add a new CA, which is trusted beside the old one.", "--rotate-ca"),
+    retire_ca: bool = option(False, "Trust only the newest CA from now on.", "--retire-ca"),
+    show: bool = option(False, "Change nothing.", "--show"),
     as_json: AsJson = False,
 ) -> None:
     """Make the deployment's CA and a certificate for each instance, the gateway and the tools; show them.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prfaas.cli.completions import instance_names
+from prfaas.cli.option_groups import option
 
 if TYPE_CHECKING:
     from urllib.error import HTTPError
@@ -61,24 +62,10 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.workload.lengths import WorkloadError
     from prfaas.serving.engines import EngineError
     from prfaas.serving.ledger_file import LedgerFileError
-    from prfaas.serving.secret_files import (
-        AdminTokenError,
-        ClientsFileError,
-        KeyFileError,
-        TlsFileError,
-        TraceHeadersError,
-    )
+    from prfaas.serving.secret_files import SecretFileError
 
-    files = (
-        AdminTokenError,
-        ClientsFileError,
-        KeyFileError,
-        LedgerFileError,
-        TlsFileError,
-        TraceHeadersError,
-    )
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, WorkloadError)
-    if isinstance(error, (*known, *files)):
+    if isinstance(error, (*known, LedgerFileError, SecretFileError)):
         return str(error)
     if isinstance(error, OSError) and (error.filename or error.errno in _FULL):
         return f"{error.filename2 or error.filename or 'output'}: {error.strerror or error}"
@@ -183,7 +170,7 @@ def is_rate_field(field: str) -> bool:
     return field.endswith("bandwidth")
 
 
-def field_number(option: str, field: str, text: str) -> float:
+def field_number(name: str, field: str, text: str) -> float:
     """The number for a field of the deployment file; a bandwidth may have a unit.
 
     Raises:
@@ -200,14 +187,14 @@ def field_number(option: str, field: str, text: str) -> float:
             rate_bits_per_s = parse_bits_per_s(text)
         except ValueError as error:
             why = f"{error}" if is_rate_field(field) else f'"{text}" is no number'
-            raise CliError(f"{option}: {why}") from None
+            raise CliError(f"{name}: {why}") from None
         if not is_rate_field(field):
             raise CliError(
-                f'{option}: "{text}" is a bandwidth, but {field} is none; did you mean links[0].bandwidth?'
+                f'{name}: "{text}" is a bandwidth, but {field} is none; did you mean links[0].bandwidth?'
             ) from None
         return rate_bits_per_s
     if not math.isfinite(value):
-        raise CliError(f'{option}: "{text}" is no number')
+        raise CliError(f'{name}: "{text}" is no number')
     return value
 
 
@@ -260,17 +247,6 @@ DrainTimeout = Annotated[
         help="After a first SIGTERM or Ctrl-C, let running requests go on so long; a second one ends them.",
     ),
 ]
-LogFormatOption = Annotated[
-    str | None,
-    typer.Option("--log-format", help="text (default) or json, one object per line."),
-]
-LogLevelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--log-level",
-        help="debug, info (default), warning or error: what is less is left out.",
-    ),
-]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
@@ -286,29 +262,35 @@ _TIMEOUT_S = 10.0
 _MAX_BYTES = 64 << 20
 
 
-def log_settings(log_format: str | None, log_level: str | None) -> "LogSettings":
-    """How to write logs: by the options, else by the environment.
+@dataclass(frozen=True, slots=True)
+class LogsAsked:
+    """How logs are written: by these options, else by the environment."""
 
-    Raises:
-        CliError: an option's word is unknown.
-    """
-    from prfaas.serving.logs import FORMATS, LEVELS, LogSettings
+    log_format: str | None = option(None, "text (default) or json, one object per line.")
+    log_level: str | None = option(None, "debug, info (default), warning or error: what is less is left out.")
 
-    for option, value, known in (("--log-format", log_format, FORMATS), ("--log-level", log_level, LEVELS)):
-        if value is not None and value not in known:
-            raise CliError(f'{option}: "{value}" is none of {", ".join(known)}')
-    told = LogSettings.of_environment()
-    return LogSettings("json" if (log_format or told.format) == "json" else "text", log_level or told.level)
+    def settings(self) -> "LogSettings":
+        """The two together. Raises CliError for an unknown word."""
+        from prfaas.serving.logs import FORMATS, LEVELS, LogSettings
 
+        asked = (("--log-format", self.log_format, FORMATS), ("--log-level", self.log_level, LEVELS))
+        for name, value, known in asked:
+            if value is not None and value not in known:
+                raise CliError(f'{name}: "{value}" is none of {", ".join(known)}')
+        told = LogSettings.of_environment()
+        return LogSettings(
+            "json" if (self.log_format or told.format) == "json" else "text", self.log_level or told.level
+        )
 
-def write_logs(settings: "LogSettings") -> None:
-    """Have this process and its children write their logs so."""
-    import os
+    def write(self) -> None:
+        """Have this process and its children write their logs so."""
+        import os
 
-    from prfaas.serving.logs import set_up_logging
+        from prfaas.serving.logs import set_up_logging
 
-    os.environ.update(settings.environment())
-    set_up_logging(settings, whole_process=True)
+        settings = self.settings()
+        os.environ.update(settings.environment())
+        set_up_logging(settings, whole_process=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,67 +2,48 @@
 
 import contextlib
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from prfaas.cli.common import CliError, ReadyTimeout, counted_progress, example_path
 from prfaas.cli.completions import made_model_names
+from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from prfaas.core.deployment import Deployment
     from prfaas.serving.engines.child_processes import StartProgress
     from prfaas.serving.engines.running import RunningEngines
-    from prfaas.tools.demo import DemoOutcome, DemoPrompt
-    from prfaas.tools.demo.pays import BurstOutcome
+    from prfaas.tools.demo import DemoPrompt
+
+Act = Literal["exactness", "pays"]
+"""A part of the demo."""
 
 
-class Act(StrEnum):
-    """A part of the demo."""
-
-    EXACTNESS = "exactness"
-    PAYS = "pays"
-
-
+@with_options
 def demo(
-    deployment: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="DEPLOYMENT", help="A one-machine deployment file; default: examples/local.yaml."
-        ),
-    ] = None,
-    act: Annotated[
-        Act | None,
-        typer.Option("--act", help="Only this part: exactness, or when it pays. Default: both."),
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write the findings to FILE ('-': stdout)."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="A model in place of the deployment's: words, smollm2, gemma3, qwen3-next, …",
-            autocompletion=made_model_names,
-        ),
-    ] = None,
-    restart: Annotated[
-        bool,
-        typer.Option(
-            "--restart",
-            help="Also kill and start every engine in between, and ask again: pools keep prefixes.",
-        ),
-    ] = False,
+    deployment: Path | None = argument(
+        None, "A one-machine deployment file; default: examples/local.yaml.", metavar="DEPLOYMENT"
+    ),
+    act: Act | None = option(None, "Only this part: exactness, or when it pays. Default: both.", "--act"),
+    json_file: Path | None = option(
+        None, "Also write the findings to FILE ('-': stdout).", "--json", metavar="FILE"
+    ),
+    model: str | None = option(
+        None,
+        "A model in place of the deployment's: words, smollm2, gemma3, qwen3-next, …",
+        "--model",
+        autocompletion=made_model_names,
+    ),
+    restart: bool = option(
+        False, "Also kill and start every engine in between, and ask again: pools keep prefixes.", "--restart"
+    ),
     ready_timeout_s: ReadyTimeout = None,
 ) -> None:
     """Show that answers stay the same, and when PrfaaS pays.
@@ -78,39 +59,39 @@ def demo(
     """
     from rich.console import Console
 
-    from prfaas.cli.fetching import shown_fetch
+    from prfaas.cli.fetching import fetch_model
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
-    from prfaas.serving.engines.preparation import ensure_model
     from prfaas.tools.demo import DemoError, run_demo
-    from prfaas.tools.demo.display import DEMO_COLUMNS
+    from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps, print_outcome
     from prfaas.tools.demo.pays import run_burst
+    from prfaas.tools.demo.pays.chart import print_burst
 
     loaded = load_deployment(deployment or example_path("local.yaml"))
     if model is not None:
         loaded = _with_model(loaded, model)
-    if act is not Act.PAYS and loaded.model.source is not None and loaded.model.source.is_fetched:
-        with shown_fetch() as report:
-            ensure_model(loaded, report)
+    if act != "pays" and loaded.model.source is not None and loaded.model.source.is_fetched:
+        fetch_model(loaded)
     to_stdout = json_file is not None and str(json_file) == "-"
     out = Console(stderr=to_stdout, highlight=False)
     out.width = min(out.width, DEMO_COLUMNS) if out.is_terminal else DEMO_COLUMNS
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     shown = _Shown()
     outcome, burst = None, None
     try:
-        if act is not Act.PAYS:
+        if act != "pays":
             outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S, restart=restart)
             print_outcome(out, outcome)
-        if act is not Act.EXACTNESS:
-            burst = run_burst(shown)
+        if act != "exactness":
+            burst = run_burst(shown.bursting)
             print_burst(out, burst)
     except DemoError as error:
         raise CliError(str(error)) from error
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
-    print_next_steps(out)
+    for line in next_steps(is_on_path=shutil.which("prfaas") is not None):
+        out.print(line, markup=False)
     if json_file is not None:
         found = {} if outcome is None else outcome.to_json()
         document = json.dumps(found | {"burst": None if burst is None else burst.to_json()}, indent=2) + "\n"
@@ -120,54 +101,6 @@ def demo(
             json_file.write_text(document)
     if outcome is not None and not outcome.all_equal:
         raise typer.Exit(1)
-
-
-def print_outcome(out: "Console", outcome: "DemoOutcome") -> None:
-    """Write whether answers stayed the same to a console."""
-    from prfaas.tools.demo.answers import NOISE, answers_table
-    from prfaas.tools.demo.outcome import closing, footnotes, outcome_table
-    from prfaas.tools.demo.second_act import SECOND_NOTE, second_closing, second_table
-
-    out.print(outcome_table(outcome))
-    for note in footnotes(outcome):
-        out.print(note, style="dim")
-    out.print()
-    if outcome.writes_words:
-        out.print(answers_table(outcome))
-    else:
-        out.print(NOISE, style="dim")
-    out.print()
-    out.print(closing(outcome), style="bold")
-    out.print()
-    if outcome.second is not None:
-        out.print(second_table(outcome.second))
-        out.print(SECOND_NOTE, style="dim")
-        out.print()
-        out.print(second_closing(outcome.second), style="bold")
-        out.print()
-
-
-def print_burst(out: "Console", burst: "BurstOutcome") -> None:
-    """Write when it pays to a console."""
-    from prfaas.tools.demo.pays.chart import burst_closing, burst_notes, burst_table, when_not
-
-    out.print(burst_table(burst))
-    for note in burst_notes(burst):
-        out.print(note, style="dim")
-    out.print()
-    out.print(burst_closing(burst), style="bold")
-    out.print(when_not(burst.limits))
-    out.print()
-
-
-def print_next_steps(out: "Console") -> None:
-    """Write what to try next to a console."""
-    import shutil
-
-    from prfaas.tools.demo.display import next_steps
-
-    for line in next_steps(is_on_path=shutil.which("prfaas") is not None):
-        out.print(line, markup=False)
 
 
 def _with_model(deployment: "Deployment", name: str) -> "Deployment":
@@ -187,19 +120,15 @@ def _with_model(deployment: "Deployment", name: str) -> "Deployment":
     return replace(deployment, model=model)
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 class _Shown:
     """Progress on stderr: moving lines on a terminal, one line per step elsewhere."""
 
-    @contextlib.contextmanager
-    def starting(self, engines: "RunningEngines") -> "Iterator[Callable[[StartProgress], None]]":
+    def starting(
+        self, engines: "RunningEngines"
+    ) -> "contextlib.AbstractContextManager[Callable[[StartProgress], None]]":
         from prfaas.cli.up import shown_progress
 
-        with shown_progress(engines) as lines:
-            yield lines.show
+        return shown_progress(engines)
 
     def asking(
         self, whom: str, prompts: "Sequence[DemoPrompt]"

@@ -1,23 +1,20 @@
 """`prfaas doctor`: does everything fit, and does disaggregation really happen."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from prfaas.cli.common import AsJson, DeploymentPath, print_json
+from prfaas.cli.option_groups import option, with_options
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from prfaas.core.deployment import Deployment
     from prfaas.tools.finding import Finding
 
 
+@with_options
 def doctor(
     deployment: DeploymentPath,
-    probe: Annotated[
-        bool, typer.Option(help="Send one prompt over the threshold, to see that it is prefilled elsewhere.")
-    ] = True,
+    probe: bool = option(True, "Send one prompt over the threshold, to see that it is prefilled elsewhere."),
     as_json: AsJson = False,
 ) -> None:
     """Check a deployment: files, key, engines, versions, KV ports, pools, gateway, clocks, file descriptors, and
@@ -27,57 +24,18 @@ def doctor(
 
     Example: prfaas doctor examples/local.yaml
     """
+    import asyncio
+
+    from prfaas.tools.doctor import diagnose
     from prfaas.tools.finding import any_problem
 
-    findings = _diagnose(deployment, probe)
+    findings = asyncio.run(diagnose(deployment, probe=probe))
     if as_json:
         _print_json(findings)
     else:
         _print_text(findings)
     if any_problem(findings):
         raise typer.Exit(1)
-
-
-def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
-    import asyncio
-
-    from prfaas.core.deployment import DeploymentError, load_deployment
-    from prfaas.tools.doctor import check_model
-    from prfaas.tools.finding import ok, problem
-    from prfaas.tools.rank_facts import check_ranks
-    from prfaas.tools.security_facts import check_certificates, check_encryption, check_key
-
-    try:
-        loaded = load_deployment(path)
-    except DeploymentError as error:
-        return [
-            problem(
-                "file", str(error), "correct the file; docs/reference/deployment-file.md explains every field"
-            )
-        ]
-    findings = [ok("file", f"{path} is valid"), check_model(loaded), check_key(loaded)]
-    findings += check_ranks(loaded)
-    findings += check_certificates(loaded) + check_encryption(loaded)
-    return findings + asyncio.run(_ask(loaded, probe))
-
-
-async def _ask(deployment: "Deployment", probe: bool) -> "list[Finding]":
-    import aiohttp
-
-    from prfaas.tools.doctor import check_disaggregation, check_engines, check_gateway
-    from prfaas.tools.finding import any_problem
-    from prfaas.tools.pool_facts import check_pools
-    from prfaas.tools.process_facts import check_processes
-
-    async with aiohttp.ClientSession() as session:
-        findings = await check_engines(deployment, session)
-        findings += await check_pools(deployment)
-        gateway = await check_gateway(deployment, session)
-        findings.append(gateway)
-        findings += await check_processes(deployment, session)
-        if probe and not any_problem([gateway]):
-            findings.append(await check_disaggregation(deployment, session))
-    return findings
 
 
 def _print_text(findings: "list[Finding]") -> None:

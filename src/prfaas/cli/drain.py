@@ -7,6 +7,7 @@ import typer
 
 from prfaas.cli.common import CliError, GatewayWhere, TokenFile, admin_address, fetch
 from prfaas.cli.completions import instance_names
+from prfaas.cli.option_groups import option, with_options
 
 _LOOK_EVERY_S = 1.0
 
@@ -18,19 +19,16 @@ _Instance = Annotated[
 ]
 
 
+@with_options
 def drain(
     instance: _Instance,
     where: GatewayWhere,
-    wait_s: Annotated[
-        float | None,
-        typer.Option("--wait", metavar="SECONDS", min=0.0, help="Return when its work has ended."),
-    ] = None,
-    notice_s: Annotated[
-        float | None,
-        typer.Option(
-            "--notice-s", metavar="SECONDS", min=0.1, max=3600.0, help="It is taken away in so many seconds."
-        ),
-    ] = None,
+    wait_s: float | None = option(
+        None, "Return when its work has ended.", "--wait", metavar="SECONDS", min=0.0
+    ),
+    notice_s: float | None = option(
+        None, "It is taken away in so many seconds.", "--notice-s", metavar="SECONDS", min=0.1, max=3600.0
+    ),
     token_file: TokenFile = None,
 ) -> None:
     """Give an instance no new work; what runs there ends.

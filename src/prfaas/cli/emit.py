@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.common import AsJson, CliError, DeploymentPath, print_json
+from prfaas.cli.option_groups import option, with_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,12 +26,13 @@ Out = Annotated[
 
 
 @emit.command()
+@with_options
 def systemd(
     deployment: DeploymentPath,
     out: Out,
-    program: Annotated[
-        Path, typer.Option("--program", metavar="PATH", help="Where `prfaas` is on the machines.")
-    ] = Path("/opt/prfaas/bin/prfaas"),
+    program: Path = option(
+        Path("/opt/prfaas/bin/prfaas"), "Where `prfaas` is on the machines.", "--program", metavar="PATH"
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Write a folder of systemd units for each machine: DIR/SITE/HOST.

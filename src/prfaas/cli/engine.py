@@ -1,31 +1,21 @@
 """`prfaas engine`: one engine of a deployment, in place of this process."""
 
 import os
-import shlex
 from dataclasses import replace
-from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import (
-    AsJson,
-    DeploymentPath,
-    InstanceName,
-    LogFormatOption,
-    LogLevelOption,
-    log_settings,
-    print_json,
-)
+from prfaas.cli.common import AsJson, DeploymentPath, InstanceName, LogsAsked, print_json
+from prfaas.cli.option_groups import option, with_options
 
 
+@with_options
 def engine(
     deployment: DeploymentPath,
     name: InstanceName,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Print the exact command line and start nothing.")
-    ] = False,
-    log_format: LogFormatOption = None,
-    log_level: LogLevelOption = None,
+    print_only: bool = option(False, "Print the exact command line and start nothing.", "--print"),
+    *,
+    logs: LogsAsked,
     as_json: AsJson = False,
 ) -> None:
     """Start one engine of a deployment (a vLLM server, or a stand-in where hardware is synthetic), or print how.
@@ -34,7 +24,7 @@ def engine(
 
     Example: prfaas engine examples/local.yaml home-decode-0 --print
     """
-    from prfaas.cli.fetching import shown_fetch
+    from prfaas.cli.fetching import fetch_model
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.command import synthetic_command, vllm_command
@@ -44,25 +34,21 @@ def engine(
         ensure_dtypes,
         ensure_events_folder,
         ensure_key,
-        ensure_model,
         ensure_nixl,
         ensure_vllm,
     )
 
     loaded = load_deployment(deployment)
     instance = loaded.instance(name)
-    with shown_fetch() as report:
-        ensure_model(loaded, report)
+    fetch_model(loaded)
     command = synthetic_command(loaded, [name]) if instance.is_stand_in else vllm_command(loaded, instance)
-    if log_format is not None or log_level is not None:
-        logs = log_settings(log_format, log_level)
-        command = replace(command, env={**command.env, **logs.environment()})
+    if logs != LogsAsked():
+        command = replace(command, env={**command.env, **logs.settings().environment()})
     if as_json:
         print_json({"argv": command.argv, "env": command.env})
         return
     if print_only:
-        settings = [f"{key}={value}" for key, value in command.env.items()]
-        typer.echo(shlex.join(["env", *settings, *command.argv]))
+        typer.echo(command.shell)
         return
     if not instance.is_stand_in:
         ensure_vllm()

@@ -1,26 +1,23 @@
 """`prfaas explain`: why one request went the way it did, from its record at the gateway."""
 
-from typing import Annotated
-
 import typer
 
 from prfaas.cli.common import AsJson, TokenFile, admin_address, fetch, print_json
+from prfaas.cli.option_groups import argument, with_options
 
 _DEFAULT_URL = "http://127.0.0.1:8001"
 
 
+@with_options
 def explain(
-    request_id: Annotated[
-        str,
-        typer.Argument(metavar="REQUEST_ID", help="The X-Request-Id of its answer, among the last 10,000."),
-    ],
-    where: Annotated[
-        str,
-        typer.Argument(
-            metavar="[DEPLOYMENT|URL]",
-            help="The deployment file, or the URL of the gateway's operators.",
-        ),
-    ] = _DEFAULT_URL,
+    request_id: str = argument(
+        ..., "The X-Request-Id of its answer, among the last 10,000.", metavar="REQUEST_ID"
+    ),
+    where: str = argument(
+        _DEFAULT_URL,
+        "The deployment file, or the URL of the gateway's operators.",
+        metavar="[DEPLOYMENT|URL]",
+    ),
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:

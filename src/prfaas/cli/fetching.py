@@ -2,30 +2,31 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from prfaas.cli.common import progress_bar
+from prfaas.core.deployment import Deployment
+from prfaas.serving.engines.fetching import FetchReport, LoggedFetch
+from prfaas.serving.engines.preparation import ensure_model
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
-    from prfaas.serving.engines.fetching import FetchReport
+def fetch_model(deployment: Deployment, *, weights: bool = True, update: bool = False) -> None:
+    """Put the model of a deployment on this machine, as `ensure_model` does."""
+    with shown_fetch() as report:
+        ensure_model(deployment, report, weights=weights, update=update)
 
 
 @contextlib.contextmanager
-def shown_fetch() -> "Iterator[FetchReport]":
+def shown_fetch() -> Iterator[FetchReport]:
     """A report that writes to stderr."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-
-    from prfaas.serving.engines.fetching import LoggedFetch
-
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with progress_bar(*columns) as progress:
         yield _Shown(progress) if progress.console.is_terminal else LoggedFetch()
 
 
 class _Shown:
-    def __init__(self, progress: "Progress") -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._tasks: dict[str, TaskID] = {}
 

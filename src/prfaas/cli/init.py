@@ -3,29 +3,24 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from prfaas.cli.common import AsJson, CliError, new_file, print_json
 from prfaas.cli.draft_options import DraftOptions
-from prfaas.cli.option_groups import with_groups
+from prfaas.cli.option_groups import option, with_options
 
 
-@with_groups
+@with_options
 def init(
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Write it into this folder.")
-    ] = Path(),
+    out: Path = option(Path(), "Write it into this folder.", "--out", "-o", metavar="DIR"),
     *,
     given: DraftOptions,
-    secrets: Annotated[
-        bool, typer.Option("--secrets/--no-secrets", help="Make key, certificates and operators' token, too.")
-    ] = True,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
-    list_only: Annotated[
-        bool, typer.Option("--list", help="Show examples and recipes and write nothing.")
-    ] = False,
+    secrets: bool = option(
+        True, "Make key, certificates and operators' token, too.", "--secrets/--no-secrets"
+    ),
+    force: bool = option(False, "Overwrite a file that is there.", "--force"),
+    list_only: bool = option(False, "Show examples and recipes and write nothing.", "--list"),
     as_json: AsJson = False,
 ) -> None:
     """Write a deployment file: an example, a model's recipe, or one for your sites with key and certificates.

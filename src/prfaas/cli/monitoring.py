@@ -7,6 +7,7 @@ import typer
 
 from prfaas.cli.common import AsJson, DeploymentPath, print_json
 from prfaas.cli.emit import write_emitted
+from prfaas.cli.option_groups import option, with_options
 
 monitoring = typer.Typer(
     name="monitoring",
@@ -21,11 +22,11 @@ Folder = Annotated[
 
 
 @monitoring.command()
+@with_options
 def grafana(
-    folder: Annotated[
-        Path,
-        typer.Option("-o", "--output", metavar="DIR", help="Write into this folder; made if it isn't there."),
-    ],
+    folder: Path = option(
+        ..., "Write into this folder; made if it isn't there.", "-o", "--output", metavar="DIR"
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Write Grafana's dashboards, one JSON file each: overview, links, engines, caches, and every series.
@@ -41,14 +42,14 @@ def grafana(
 
 
 @monitoring.command()
+@with_options
 def alerts(
     folder: Folder = None,
-    runbooks: Annotated[
-        str,
-        typer.Option(
-            metavar="URL", help="Where the guide of alerts is served; each alert links to its section there."
-        ),
-    ] = "docs/guides/alerts.md",
+    runbooks: str = option(
+        "docs/guides/alerts.md",
+        "Where the guide of alerts is served; each alert links to its section there.",
+        metavar="URL",
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Print or write the alert rules for Prometheus (`rule_files`), as prfaas.rules.yaml.

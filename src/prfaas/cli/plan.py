@@ -3,7 +3,7 @@
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import typer
 
@@ -18,7 +18,7 @@ from prfaas.cli.common import (
     print_json,
     progress_bar,
 )
-from prfaas.cli.option_groups import with_groups
+from prfaas.cli.option_groups import option, with_options
 from prfaas.cli.pool_options import PoolsAsked, pools_asked
 from prfaas.cli.trace_options import TraceAsked, beyond
 
@@ -31,32 +31,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LossKind = Literal["link", "cluster", "instance"]
 
-PlotDirectory = Annotated[
-    Path | None, typer.Option("--plot", metavar="DIR", help="Write plots (PNG) into this folder.")
-]
-
 _MOST_VALUES = 1000
 # A range whose ends are further apart than this is divided by equal ratios.
 _GEOMETRIC_RATIO = 30
 
 
-@with_groups
+@with_options
 def plan(
     deployment: DeploymentPath,
-    plot: PlotDirectory = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FIELD=A:B:N",
-            help='Plan N times, with values from A to B in one field, e.g. "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50".',
-        ),
-    ] = None,
-    survive: Annotated[
-        LossKind | None,
-        typer.Option(
-            help="Also say which instances it takes to keep all of the throughput whichever one of these is gone.",
-        ),
-    ] = None,
+    plot: Path | None = option(None, "Write plots (PNG) into this folder.", metavar="DIR"),
+    sweep: str | None = option(
+        None,
+        'Plan N times, with values from A to B in one field, e.g. "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50".',
+        metavar="FIELD=A:B:N",
+    ),
+    survive: LossKind | None = option(
+        None,
+        "Also say which instances it takes to keep all of the throughput whichever one of these is gone.",
+    ),
     *,
     asked: PoolsAsked,
     asked_trace: TraceAsked,

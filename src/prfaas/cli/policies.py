@@ -1,25 +1,23 @@
 """`prfaas policies`: the routing policies that there are, and what an operator may set of each."""
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from prfaas.cli.common import AsJson, CliError, console, print_json
 from prfaas.cli.completions import policy_names
+from prfaas.cli.option_groups import argument, with_options
 
 if TYPE_CHECKING:
     from prfaas.core.scheduling.parameters import Parameter
 
 
+@with_options
 def policies(
-    policy: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME]",
-            help="One policy, or package.module:Class; default: all with a name.",
-            autocompletion=policy_names,
-        ),
-    ] = None,
+    policy: str | None = argument(
+        None,
+        "One policy, or package.module:Class; default: all with a name.",
+        metavar="[NAME]",
+        autocompletion=policy_names,
+    ),
     as_json: AsJson = False,
 ) -> None:
     """List routing policies: name, package, and parameters with their defaults and bounds.

@@ -1,7 +1,6 @@
 """`prfaas pool`: the prefix-cache pools of a deployment."""
 
 import os
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,17 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from prfaas.cli.common import (
-    AsJson,
-    CliError,
-    DeploymentPath,
-    LogFormatOption,
-    LogLevelOption,
-    console,
-    log_settings,
-    print_json,
-)
+from prfaas.cli.common import AsJson, CliError, DeploymentPath, LogsAsked, console, print_json
 from prfaas.cli.completions import pool_names
+from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,26 +41,20 @@ pool = typer.Typer(
 
 
 @pool.command()
+@with_options
 def start(
     deployment: DeploymentPath,
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="A pool's name, for example home-pool.", autocompletion=pool_names
-        ),
-    ],
-    keep_memory: Annotated[
-        bool,
-        typer.Option(
-            "--keep-memory",
-            help="At the end, leave the pages in shared memory to the next start. Without, those on disk are left.",
-        ),
-    ] = False,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Print the exact command line and start nothing.")
-    ] = False,
-    log_format: LogFormatOption = None,
-    log_level: LogLevelOption = None,
+    name: str = argument(
+        ..., "A pool's name, for example home-pool.", metavar="NAME", autocompletion=pool_names
+    ),
+    keep_memory: bool = option(
+        False,
+        "At the end, leave the pages in shared memory to the next start. Without, those on disk are left.",
+        "--keep-memory",
+    ),
+    print_only: bool = option(False, "Print the exact command line and start nothing.", "--print"),
+    *,
+    logs: LogsAsked,
 ) -> None:
     """Start one pool of this machine, in place of this process, until SIGTERM or Ctrl-C.
 
@@ -83,11 +68,9 @@ def start(
 
     loaded = load_deployment(deployment)
     command = pool_command(loaded, loaded.pool_named(name), keep_memory=keep_memory)
-    logs = log_settings(log_format, log_level)
-    command = replace(command, env={**command.env, **logs.environment()})
+    command = replace(command, env={**command.env, **logs.settings().environment()})
     if print_only:
-        settings = [f"{key}={value}" for key, value in command.env.items()]
-        typer.echo(shlex.join(["env", *settings, *command.argv]))
+        typer.echo(command.shell)
         return
     ensure_key(loaded)
     ensure_certificates(loaded, [name])

@@ -1,7 +1,7 @@
 """The pools that `prfaas plan` and `prfaas simulate` are asked for: the file's, or others by options."""
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from prfaas.cli.common import CliError
 from prfaas.cli.option_groups import options_of_panel
@@ -19,27 +19,17 @@ pool_option = options_of_panel("Prefix-cache pools")
 class PoolsAsked:
     """The options for pools."""
 
-    pool: Annotated[
-        str | None,
-        pool_option(
-            metavar="SIZE",
-            help="Memory of every machine's pool, in place of what the file gives; 0: no pools.",
-        ),
-    ] = None
-    pool_ssd: Annotated[
-        str | None,
-        pool_option(
-            metavar="SIZE",
-            help="SSD of every machine's pool, in place of what the file gives.",
-        ),
-    ] = None
-    pool_rate: Annotated[
-        list[str] | None,
-        pool_option(
-            metavar="TIER=RATE",
-            help=f"How fast a machine loads from a tier ({', '.join(_TIERS)}), e.g. ssd=48Gbit/s; may be repeated.",
-        ),
-    ] = None
+    pool: str | None = pool_option(
+        None, "Memory of every machine's pool, in place of what the file gives; 0: no pools.", metavar="SIZE"
+    )
+    pool_ssd: str | None = pool_option(
+        None, "SSD of every machine's pool, in place of what the file gives.", metavar="SIZE"
+    )
+    pool_rate: list[str] | None = pool_option(
+        None,
+        f"How fast a machine loads from a tier ({', '.join(_TIERS)}), e.g. ssd=48Gbit/s; may be repeated.",
+        metavar="TIER=RATE",
+    )
 
     @property
     def is_given(self) -> bool:

@@ -2,17 +2,19 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
 from prfaas.cli.common import AsJson, CliError, counted_progress, print_json
-from prfaas.cli.option_groups import with_groups
-from prfaas.cli.profile_estimate import EstimateOptions, print_estimate, print_times
+from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
     from prfaas.tools.profiling.endpoint import ProfiledEndpoint
+    from prfaas.tools.profiling.estimate import EstimatePlan
     from prfaas.tools.profiling.measure import Measurement, MeasurePlan
 
 
@@ -22,45 +24,83 @@ _LONGEST_IF_UNTOLD = 8192
 _CONTEXT_TOKENS = 512
 
 
-@with_groups
+@dataclass(frozen=True, slots=True)
+class EstimateOptions:
+    """What an estimate is made of, beside the model."""
+
+    gpu: str | None = option(None, "Estimate: the GPU, for example h200.")
+    tp: int = option(1, "Estimate: GPUs that share every layer.", min=1)
+    weights: str | None = option(None, "Estimate: bf16, fp8, int4, nvfp4, …; default: as in config.json.")
+    kv_dtype: str | None = option(None, f"Estimate: {KV_DTYPE_HELP}")
+    estimator: str = option("auto", "Estimate: auto, aiconfigurator (measured kernels) or roofline.")
+    beside: str | None = option(None, "Estimate: put it beside this measured profile.", metavar="PROFILE")
+
+    def check_unused(self) -> None:
+        """Raise CliError if one is given that says nothing about a server."""
+        for field in ("gpu", "weights", "kv_dtype", "beside"):
+            if getattr(self, field) is not None:
+                name = f"--{field.replace('_', '-')}"
+                raise CliError(f"{name} goes with --estimate; without it, a server is measured")
+
+    def plan(
+        self,
+        model: str | None,
+        lengths: tuple[int, ...] | None,
+        batches: tuple[int, ...] | None,
+        context: int | None,
+        name: str | None,
+    ) -> "EstimatePlan":
+        """The estimate that is asked for. Raises CliError without a model or a GPU, and for an unknown estimator."""
+        from typing import cast, get_args
+
+        from prfaas.tools.profiling.estimate import CONTEXT_TOKENS, EstimatePlan, Estimator
+
+        if model is None or self.gpu is None:
+            raise CliError(
+                "--estimate needs --model NAME (or its config.json) and --gpu NAME (for example h200)"
+            )
+        known = get_args(Estimator)
+        if self.estimator not in known:
+            raise CliError(f'--estimator: must be one of {", ".join(known)}, not "{self.estimator}"')
+        return EstimatePlan(
+            Path(model),
+            self.gpu,
+            self.tp,
+            lengths,
+            batches,
+            context_tokens=CONTEXT_TOKENS if context is None else context,
+            weights=self.weights,
+            dtypes=cache_dtypes(self.kv_dtype),
+            estimator=cast("Estimator", self.estimator),
+            name=name,
+        )
+
+
+@with_options
 def profile(
-    url: Annotated[
-        str | None,
-        typer.Argument(metavar="[URL]", help="A vLLM server or gateway, for example http://127.0.0.1:8000."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the profile there; default: stdout.")
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,…", help="Prompt lengths in tokens; default: powers of two from 128 to the longest."
-        ),
-    ] = None,
-    batches: Annotated[
-        str | None,
-        typer.Option(metavar="A,B,…", help='Decode batches; default: 1,2,4,8,16,32; "none": prefill only.'),
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
-    warmups: Annotated[int, typer.Option(min=0, help="Measurements before them that don't count.")] = 1,
-    context: Annotated[
-        int | None,
-        typer.Option(min=1, help="Prompt length of decode steps, tokens; default: 512, estimated: 8192."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="The served model; default: the first in the server's list. Estimated: its name, or config.json."
-        ),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="The profile's name; default: model-hardware.")] = None,
-    hardware: Annotated[
-        str, typer.Option(help="What the server runs on, in your words: h200, h20.")
-    ] = "unknown",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the server.")] = 1,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Measure nothing: estimate from --model, --gpu and --tp.")
-    ] = False,
+    url: str | None = argument(
+        None, "A vLLM server or gateway, for example http://127.0.0.1:8000.", metavar="[URL]"
+    ),
+    out: Path | None = option(None, "Write the profile there; default: stdout.", metavar="FILE"),
+    lengths: str | None = option(
+        None, "Prompt lengths in tokens; default: powers of two from 128 to the longest.", metavar="A,B,…"
+    ),
+    batches: str | None = option(
+        None, 'Decode batches; default: 1,2,4,8,16,32; "none": prefill only.', metavar="A,B,…"
+    ),
+    repeats: int = option(3, "Measurements of each; the median counts.", min=1),
+    warmups: int = option(1, "Measurements before them that don't count.", min=0),
+    context: int | None = option(
+        None, "Prompt length of decode steps, tokens; default: 512, estimated: 8192.", min=1
+    ),
+    model: str | None = option(
+        None,
+        "The served model; default: the first in the server's list. Estimated: its name, or config.json.",
+    ),
+    name: str | None = option(None, "The profile's name; default: model-hardware."),
+    hardware: str = option("unknown", "What the server runs on, in your words: h200, h20."),
+    gpus: int = option(1, "GPUs of the server.", min=1),
+    estimate: bool = option(False, "Measure nothing: estimate from --model, --gpu and --tp.", "--estimate"),
     *,
     estimated: EstimateOptions,
     as_json: AsJson = False,
@@ -85,6 +125,8 @@ def profile(
         raise CliError("--lengths: give at least two, for example 1024,8192")
     given = None if batches is None else _numbers(batches, "--batches")
     if estimate:
+        from prfaas.cli.profile_estimate import print_estimate
+
         if url is not None:
             raise CliError(
                 f"--estimate asks no server; leave {url} out, or leave --estimate out to measure it"
@@ -202,6 +244,7 @@ def _document(name: str, measured: "Measurement", out: Path | None) -> dict[str,
 
 
 def _print_table(measured: "Measurement") -> None:
+    from prfaas.cli.profile_estimate import print_times
     from prfaas.core.units import format_s
 
     for title, unit, samples in (

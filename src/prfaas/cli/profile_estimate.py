@@ -1,83 +1,19 @@
-"""`prfaas profile --estimate`: a profile without a GPU, and how far it is from a measured one."""
+"""`prfaas profile --estimate`: a profile without a GPU beside a measured one; and times as tables."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
+from rich.table import Table
 
-from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
-from prfaas.cli.common import CliError, console, print_json
-
-if TYPE_CHECKING:
-    from prfaas.tools.profiling.estimate import EstimatePlan
-
-
-@dataclass(frozen=True, slots=True)
-class EstimateOptions:
-    """What an estimate is made of, beside the model."""
-
-    gpu: Annotated[str | None, typer.Option(help="Estimate: the GPU, for example h200.")] = None
-    tp: Annotated[int, typer.Option(min=1, help="Estimate: GPUs that share every layer.")] = 1
-    weights: Annotated[
-        str | None, typer.Option(help="Estimate: bf16, fp8, int4, nvfp4, …; default: as in config.json.")
-    ] = None
-    kv_dtype: Annotated[str | None, typer.Option(help=f"Estimate: {KV_DTYPE_HELP}")] = None
-    estimator: Annotated[
-        str, typer.Option(help="Estimate: auto, aiconfigurator (measured kernels) or roofline.")
-    ] = "auto"
-    beside: Annotated[
-        str | None, typer.Option(metavar="PROFILE", help="Estimate: put it beside this measured profile.")
-    ] = None
-
-    def check_unused(self) -> None:
-        """Raise CliError if one is given that says nothing about a server."""
-        for field in ("gpu", "weights", "kv_dtype", "beside"):
-            if getattr(self, field) is not None:
-                option = f"--{field.replace('_', '-')}"
-                raise CliError(f"{option} goes with --estimate; without it, a server is measured")
-
-    def plan(
-        self,
-        model: str | None,
-        lengths: tuple[int, ...] | None,
-        batches: tuple[int, ...] | None,
-        context: int | None,
-        name: str | None,
-    ) -> "EstimatePlan":
-        """The estimate that is asked for. Raises CliError without a model or a GPU, and for an unknown estimator."""
-        from typing import cast, get_args
-
-        from prfaas.tools.profiling.estimate import CONTEXT_TOKENS, EstimatePlan, Estimator
-
-        if model is None or self.gpu is None:
-            raise CliError(
-                "--estimate needs --model NAME (or its config.json) and --gpu NAME (for example h200)"
-            )
-        known = get_args(Estimator)
-        if self.estimator not in known:
-            raise CliError(f'--estimator: must be one of {", ".join(known)}, not "{self.estimator}"')
-        return EstimatePlan(
-            Path(model),
-            self.gpu,
-            self.tp,
-            lengths,
-            batches,
-            context_tokens=CONTEXT_TOKENS if context is None else context,
-            weights=self.weights,
-            dtypes=cache_dtypes(self.kv_dtype),
-            estimator=cast("Estimator", self.estimator),
-            name=name,
-        )
+from prfaas.cli.common import console, print_json
+from prfaas.core.latency.files import load_profile, profile_text, save_profile
+from prfaas.core.units import format_s
+from prfaas.tools.profiling.estimate import EstimatePlan, beside, estimate
 
 
-def print_estimate(
-    plan: "EstimatePlan", out: Path | None, measured_name: str | None, *, as_json: bool
-) -> None:
+def print_estimate(plan: EstimatePlan, out: Path | None, measured_name: str | None, *, as_json: bool) -> None:
     """Estimate, then write and print what was asked for, beside a measured profile, by its name or file."""
-    from prfaas.core.latency.files import load_profile, profile_text, save_profile
-    from prfaas.tools.profiling.estimate import beside, estimate
-
     measured = load_profile(measured_name) if measured_name is not None else None
     estimated = estimate(plan)
     for note in estimated.notes:
@@ -110,8 +46,6 @@ def print_estimate(
 
 
 def _cells(row: dict[str, float]) -> tuple[str, ...]:
-    from prfaas.core.units import format_s
-
     bar = f"{format_s(row['low_s'])} – {format_s(row['high_s'])}"
     other_s = row.get("measured_s")
     if other_s is None:
@@ -123,9 +57,6 @@ def _cells(row: dict[str, float]) -> tuple[str, ...]:
 
 def print_times(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """A table of times, if there are any."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right")

@@ -1,17 +1,17 @@
 """`prfaas reload`: have a running gateway take its deployment file on again, without a restart."""
 
-from typing import Annotated
-
 import typer
 
 from prfaas.cli.common import AsJson, CliError, GatewayWhere, TokenFile, admin_address, fetch, print_json
+from prfaas.cli.option_groups import option, with_options
 
 
+@with_options
 def reload(
     where: GatewayWhere,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only say what would change; exit code 2 if that needs a restart.")
-    ] = False,
+    check: bool = option(
+        False, "Only say what would change; exit code 2 if that needs a restart.", "--check"
+    ),
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from prfaas.cli.common import AsJson, CliError, console, print_json
-from prfaas.cli.option_groups import options_of_panel, with_groups
+from prfaas.cli.option_groups import argument, option, options_of_panel, with_options
 from prfaas.cli.replay_source import FittingRequests, Source, SourceOptions, shown_replay, source_of
 from prfaas.cli.trace_options import TraceAsked
 
@@ -24,40 +24,51 @@ _OTHER_FILES = 64
 class ReplayExtent:
     """How much is sent, and where the records go."""
 
-    limit: Annotated[int | None, typer.Option(min=1, help="Send so many requests.")] = None
-    duration_s: Annotated[float | None, typer.Option(help="Send for so many seconds.")] = None
-    seed: Annotated[int, typer.Option(min=0, help="Another seed, other made-up traffic and jitter.")] = 0
-    max_input_tokens: Annotated[int | None, typer.Option(help="Leave out longer prompts.")] = None
-    records: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a line of JSON per request as it ends.")
-    ] = None
+    limit: int | None = option(None, "Send so many requests.", min=1)
+    duration_s: float | None = option(None, "Send for so many seconds.")
+    seed: int = option(0, "Another seed, other made-up traffic and jitter.", min=0)
+    max_input_tokens: int | None = option(None, "Leave out longer prompts.")
+    records: Path | None = option(None, "Write a line of JSON per request as it ends.", metavar="FILE")
 
 
-@with_groups
+@dataclass(frozen=True, slots=True)
+class SendingAsked:
+    """How requests are sent."""
+
+    model: str | None = _sending_option(None, "Default: the first that the server names.")
+    stream: bool = _sending_option(True, "Take answers token by token, or whole.")
+    ignore_eos: bool = _sending_option(True, "Ask for answers of exact length, as vLLM can.")
+    vocabulary_size: int = _sending_option(256, "Token ids in prompts are below this.", min=2)
+    max_connections: int = _sending_option(4096, "More open requests than these wait.", min=1)
+    header: list[str] | None = _sending_option(
+        None, "Send it with every request; may be repeated.", metavar="NAME:VALUE"
+    )
+    timeout_s: float = _sending_option(600.0, "A request without an answer by then is lost.", min=0.001)
+
+    def options(self) -> "ReplayOptions":
+        """The same for what sends them. Raises CliError for a header that is none."""
+        from prfaas.tools.replay import ReplayOptions
+
+        return ReplayOptions(
+            stream=self.stream,
+            vocabulary_size=self.vocabulary_size,
+            ignore_eos=self.ignore_eos,
+            max_connections=_connections(self.max_connections),
+            timeout_s=self.timeout_s,
+            headers=dict(_header(text) for text in self.header or ()),
+        )
+
+
+@with_options
 def replay(
-    url: Annotated[
-        str,
-        typer.Argument(metavar="URL", help="An OpenAI-compatible server, for example http://127.0.0.1:8000."),
-    ],
+    url: str = argument(
+        ..., "An OpenAI-compatible server, for example http://127.0.0.1:8000.", metavar="URL"
+    ),
+    *,
     asked: SourceOptions,
     asked_trace: TraceAsked,
     extent: ReplayExtent,
-    model: Annotated[str | None, _sending_option(help="Default: the first that the server names.")] = None,
-    stream: Annotated[bool, _sending_option(help="Take answers token by token, or whole.")] = True,
-    ignore_eos: Annotated[bool, _sending_option(help="Ask for answers of exact length, as vLLM can.")] = True,
-    vocabulary_size: Annotated[
-        int, _sending_option(min=2, help="Token ids in prompts are below this.")
-    ] = 256,
-    max_connections: Annotated[
-        int, _sending_option(min=1, help="More open requests than these wait.")
-    ] = 4096,
-    header: Annotated[
-        list[str] | None,
-        _sending_option(metavar="NAME:VALUE", help="Send it with every request; may be repeated."),
-    ] = None,
-    timeout_s: Annotated[
-        float, _sending_option(min=0.001, help="A request without an answer by then is lost.")
-    ] = 600.0,
+    sending: SendingAsked,
     as_json: AsJson = False,
 ) -> None:
     """Send recorded or made-up requests at their times, and say how they fared.
@@ -69,22 +80,14 @@ def replay(
     """
     import uvloop
 
-    from prfaas.tools.replay import ReplayError, ReplayOptions
+    from prfaas.tools.replay import ReplayError
 
     source = source_of(asked, asked_trace)
     if source.total is None and extent.limit is None and extent.duration_s is None:
         raise CliError("made-up traffic has no end; give --limit or --duration-s")
-    options = ReplayOptions(
-        stream=stream,
-        vocabulary_size=vocabulary_size,
-        ignore_eos=ignore_eos,
-        max_connections=_connections(max_connections),
-        timeout_s=timeout_s,
-        headers=dict(_header(text) for text in header or ()),
-    )
-    run = _Run(source, options, extent)
+    run = _Run(source, sending.options(), extent)
     try:
-        result = uvloop.run(run.replayed(url, model))
+        result = uvloop.run(run.replayed(url, sending.model))
     except ReplayError as error:
         raise CliError(str(error)) from error
     except KeyboardInterrupt:

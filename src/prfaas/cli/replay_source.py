@@ -4,16 +4,18 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING
 
 from prfaas.cli.common import CliError, counted_progress
 from prfaas.cli.option_groups import options_of_panel
 from prfaas.cli.trace_options import TraceAsked
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from prfaas.core.workload.arrivals import Arrivals
     from prfaas.core.workload.lengths import LengthDistribution
     from prfaas.core.workload.requests import RequestTrace, TracedRequest
@@ -22,40 +24,25 @@ if TYPE_CHECKING:
 
 
 _LINE_EVERY_S = 10.0
-_Show = Callable[[str, int], None]
-_Say = Callable[[str], None]
 
 
 @contextlib.contextmanager
 def shown_replay(total: int | None, records: Path | None) -> "Iterator[ShownReplay]":
-    """Shows on stderr; `records` gets a line per request.
-
-    Raises:
-        CliError: the file can't be written.
-    """
+    """Shows on stderr; `records` gets a line per request."""
     with (
         records.open("w") if records else contextlib.nullcontext() as file,
         counted_progress(transient=True) as progress,
     ):
-        task = progress.add_task("sent", total=total)
-
-        def show(line: str, ended: int) -> None:
-            progress.update(task, completed=ended, description=line)
-
-        def say(line: str) -> None:
-            if not progress.console.is_terminal:
-                progress.console.print(line)
-
-        yield ShownReplay(file, show, say)
+        yield ShownReplay(file, progress, progress.add_task("sent", total=total))
 
 
 class ShownReplay:
     """Told of every request when it is due, and when it has ended."""
 
-    def __init__(self, file: IO[str] | None, show: _Show, say: _Say) -> None:
+    def __init__(self, file: IO[str] | None, progress: "Progress", task: "TaskID") -> None:
         self._file = file
-        self._show = show
-        self._say = say
+        self._progress = progress
+        self._task = task
         self._due = self._ended = self._lost = 0
         self._said_s = time.monotonic()
 
@@ -66,10 +53,11 @@ class ShownReplay:
         self._ended += 1
         self._lost += record.is_lost
         line = f"{self._due} sent, {self._due - self._ended} open, {self._lost} lost"
-        self._show(line, self._ended)
+        self._progress.update(self._task, completed=self._ended, description=line)
         if time.monotonic() - self._said_s > _LINE_EVERY_S:
             self._said_s = time.monotonic()
-            self._say(line)
+            if not self._progress.console.is_terminal:
+                self._progress.console.print(line)
         if self._file is not None:
             self._file.write(json.dumps(record.to_json(), separators=(",", ":")) + "\n")
 
@@ -83,43 +71,28 @@ _TRACE_ONLY = ("speed", "jitter_s", "rounds", "scale_lengths", "scale_answers")
 class SourceOptions:
     """The options as they were given, None for those that were not."""
 
-    speed: Annotated[float | None, _recorded_option(help="So many times as fast as recorded.")] = None
-    jitter_s: Annotated[
-        float | None,
-        _recorded_option(help="Spread arrivals over so many seconds, for traces with a coarse clock."),
-    ] = None
-    rounds: Annotated[
-        int | None, _recorded_option(help="Replay it so many times, each time with other prefixes.")
-    ] = None
-    scale_lengths: Annotated[
-        float | None, _recorded_option(help="Multiply the lengths of prompts, shared prefixes too.")
-    ] = None
-    scale_answers: Annotated[float | None, _recorded_option(help="Multiply the lengths of answers.")] = None
-    poisson: Annotated[float | None, _made_up_option(metavar="RATE", help="Requests per second.")] = None
-    bursts: Annotated[
-        str | None,
-        _made_up_option(
-            metavar="RATE/S,RATE/S", help="Phases by turns, each with a rate and its mean seconds: 2/60,20/5."
-        ),
-    ] = None
-    diurnal: Annotated[
-        str | None,
-        _made_up_option(
-            metavar="RATE/SWING/S", help="A sine: mean rate, swing from 0 to 1, period in seconds."
-        ),
-    ] = None
-    sessions: Annotated[
-        str | None,
-        _made_up_option(
-            metavar="RATE/TURNS/S",
-            help="Conversations per second, their mean turns, and seconds between turns.",
-        ),
-    ] = None
-    input_tokens: Annotated[
-        str, _made_up_option(metavar="N|LOW:HIGH", help="Lengths of prompts, or of a turn's.")
-    ] = "1000"
-    output_tokens: Annotated[str, _made_up_option(metavar="N|LOW:HIGH", help="Lengths of answers.")] = "100"
-    shared_tokens: Annotated[int, _made_up_option(help="Beginning that all conversations share.")] = 0
+    speed: float | None = _recorded_option(None, "So many times as fast as recorded.")
+    jitter_s: float | None = _recorded_option(
+        None, "Spread arrivals over so many seconds, for traces with a coarse clock."
+    )
+    rounds: int | None = _recorded_option(None, "Replay it so many times, each time with other prefixes.")
+    scale_lengths: float | None = _recorded_option(
+        None, "Multiply the lengths of prompts, shared prefixes too."
+    )
+    scale_answers: float | None = _recorded_option(None, "Multiply the lengths of answers.")
+    poisson: float | None = _made_up_option(None, "Requests per second.", metavar="RATE")
+    bursts: str | None = _made_up_option(
+        None, "Phases by turns, each with a rate and its mean seconds: 2/60,20/5.", metavar="RATE/S,RATE/S"
+    )
+    diurnal: str | None = _made_up_option(
+        None, "A sine: mean rate, swing from 0 to 1, period in seconds.", metavar="RATE/SWING/S"
+    )
+    sessions: str | None = _made_up_option(
+        None, "Conversations per second, their mean turns, and seconds between turns.", metavar="RATE/TURNS/S"
+    )
+    input_tokens: str = _made_up_option("1000", "Lengths of prompts, or of a turn's.", metavar="N|LOW:HIGH")
+    output_tokens: str = _made_up_option("100", "Lengths of answers.", metavar="N|LOW:HIGH")
+    shared_tokens: int = _made_up_option(0, "Beginning that all conversations share.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,16 @@
 """`prfaas reproduce`: the paper's tables, computed again."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, CliError, print_json, write_text
+from prfaas.cli.common import AsJson, print_json, write_text
+from prfaas.cli.option_groups import option, with_options
 
 
+@with_options
 def reproduce(
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the page there; default: print it.")
-    ] = None,
+    out: Path | None = option(None, "Write the page there; default: print it.", metavar="FILE"),
     as_json: AsJson = False,
 ) -> None:
     """Compute Tables 3, 5 and 6 of the paper again: ours beside the paper's, with a reason for every deviation.
@@ -20,12 +19,9 @@ def reproduce(
 
     Example: prfaas reproduce --out docs/explanation/reproduction.md
     """
-    from prfaas.cli.study_folder import StudyFolderError, own_module
+    from prfaas.cli.study_folder import own_module
 
-    try:
-        tables = own_module("_reproduction")
-    except StudyFolderError as error:
-        raise CliError(str(error)) from None
+    tables = own_module("_reproduction")
     result = tables.reproduced()
     page = tables.reproduction_page(result)
     if out is not None:

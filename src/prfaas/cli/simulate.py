@@ -1,10 +1,12 @@
 """`prfaas simulate`: a deployment under load, with the policies that would run it."""
 
+import math
 import shlex
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,7 +22,7 @@ from prfaas.cli.common import (
     write_text,
 )
 from prfaas.cli.completions import policy_names
-from prfaas.cli.option_groups import options_of_panel, with_groups
+from prfaas.cli.option_groups import option, options_of_panel, with_options
 from prfaas.cli.pool_options import PoolsAsked, pools_asked
 from prfaas.cli.trace_options import TraceAsked
 
@@ -39,115 +41,132 @@ _world_option = options_of_panel("What it meets")
 _length_option = options_of_panel("How long")
 
 
-@with_groups
+@dataclass(frozen=True, slots=True)
+class LengthAsked:
+    """For how long requests arrive."""
+
+    requests: int | None = _length_option(None, f"Default: {_REQUESTS}.", min=1)
+    duration: float | None = _length_option(None, "Simulated seconds of arrivals instead.")
+
+    def check(self) -> None:
+        """Raise CliError for two lengths, or one that is none."""
+        if self.requests is not None and self.duration is not None:
+            raise CliError("give --requests or --duration, not both")
+        if self.duration is not None and not (math.isfinite(self.duration) and self.duration > 0):
+            raise CliError(f"--duration: must be seconds above 0, not {self.duration:g}")
+
+    @property
+    def count(self) -> int | None:
+        """How many requests; None: those of the duration."""
+        return None if self.duration is not None else self.requests or _REQUESTS
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalsAsked:
+    """What arrives, beside a trace."""
+
+    load: float | None = _arrival_option(
+        None,
+        "Share of the highest throughput that `prfaas plan` finds, for a trace that of its lengths. "
+        f"Default: {_LOAD}.",
+    )
+    rate: float | None = _arrival_option(None, "Requests per second, in place of a load.")
+    bursts: bool = _arrival_option(
+        False, "The same mean rate in phases: 0.7 × it for 60 s on average, 2.2 × for 15 s.", "--bursts"
+    )
+    diurnal: str | None = _arrival_option(
+        None,
+        "The same mean rate as a sine: swing from 0 to 1, period in seconds, e.g. 0.8/86400.",
+        metavar="SWING/S",
+    )
+    seed: int = _arrival_option(0, "Another seed, other traffic.", min=0)
+    seeds: int = _arrival_option(1, "So many seeds from this one on, with 95 % intervals.", min=1)
+
+    def rate_rps(self, lambda_max_rps: float, length: LengthAsked) -> float:
+        """The mean rate. Raises CliError for two, one that is none, or more requests than can be simulated."""
+        from prfaas.lab.simulator.simulation import check_length
+
+        if self.load is not None and self.rate is not None:
+            raise CliError("give --load or --rate, not both")
+        load = _LOAD if self.load is None else self.load
+        name, given, unit = (
+            ("--load", load, lambda_max_rps) if self.rate is None else ("--rate", self.rate, 1.0)
+        )
+        if not (math.isfinite(given) and given > 0):
+            raise CliError(f"{name}: must be a number above 0, not {given:g}")
+        try:
+            check_length(given * unit, length.count, length.duration)
+        except ValueError as error:
+            raise CliError(str(error)) from None
+        return given * unit
+
+
+@dataclass(frozen=True, slots=True)
+class WorldAsked:
+    """What the traffic meets: policies, caches, links, failures, and other numbers in the file."""
+
+    policy: str | None = _world_option(
+        None,
+        "Or package.module:Class. Default: the file's, as `prfaas up` would run it.",
+        metavar="NAME",
+        autocompletion=policy_names,
+    )
+    compare: str | None = _world_option(
+        None, "Several policies under the very same requests.", metavar="A,B,C"
+    )
+    param: list[str] | None = _world_option(
+        None,
+        "A parameter of policies, e.g. fairness=1; may be repeated. `prfaas policies` lists all.",
+        metavar="NAME=VALUE",
+    )
+    caches: bool | None = _world_option(
+        None, "Prefix caches on every instance. Default: only with --trace.", "--caches/--no-caches"
+    )
+    cache_memory: str | None = _world_option(
+        None, "Of one instance, for its prefix cache. Default: 64 GiB.", metavar="SIZE"
+    )
+    link_fluctuation: str | None = _world_option(
+        None,
+        "Let bandwidths vary: standard deviation as a share, and correlation time, e.g. 0.3:30.",
+        metavar="SD:CORRELATION_S",
+    )
+    steps: list[str] | None = _world_option(
+        None,
+        'Another bandwidth from second T on, e.g. "east->home@600=2 Gbit/s"; may be repeated.',
+        "--bandwidth-steps",
+        metavar="LINK@T=BANDWIDTH",
+    )
+    outage: list[str] | None = _world_option(
+        None,
+        'A link carries nothing from second T on for S seconds, e.g. "east->home@600+60"; may be repeated.',
+        metavar="LINK@T+S",
+    )
+    fail: list[str] | None = _world_option(
+        None, "An instance is gone for a time, with all it had; may be repeated.", metavar="INSTANCE@T+S"
+    )
+    set_fields: list[str] | None = _world_option(
+        None,
+        "Another number in the file, e.g. links[0].bandwidth=10e9; may be repeated.",
+        "--set",
+        metavar="FIELD=VALUE",
+    )
+
+
+@with_options
 def simulate(
     deployment: DeploymentPath,
-    load: Annotated[
-        float | None,
-        _arrival_option(
-            help="Share of the highest throughput that `prfaas plan` finds, for a trace that of its lengths. "
-            f"Default: {_LOAD}."
-        ),
-    ] = None,
-    rate: Annotated[float | None, _arrival_option(help="Requests per second, in place of a load.")] = None,
+    arrivals: ArrivalsAsked,
     *,
     asked_trace: TraceAsked,
-    bursts: Annotated[
-        bool,
-        _arrival_option(
-            "--bursts", help="The same mean rate in phases: 0.7 × it for 60 s on average, 2.2 × for 15 s."
-        ),
-    ] = False,
-    diurnal: Annotated[
-        str | None,
-        _arrival_option(
-            metavar="SWING/S",
-            help="The same mean rate as a sine: swing from 0 to 1, period in seconds, e.g. 0.8/86400.",
-        ),
-    ] = None,
-    seed: Annotated[int, _arrival_option(min=0, help="Another seed, other traffic.")] = 0,
-    seeds: Annotated[
-        int, _arrival_option(min=1, help="So many seeds from this one on, with 95 % intervals.")
-    ] = 1,
-    policy: Annotated[
-        str | None,
-        _world_option(
-            metavar="NAME",
-            help="Or package.module:Class. Default: the file's, as `prfaas up` would run it.",
-            autocompletion=policy_names,
-        ),
-    ] = None,
-    compare: Annotated[
-        str | None, _world_option(metavar="A,B,C", help="Several policies under the very same requests.")
-    ] = None,
-    param: Annotated[
-        list[str] | None,
-        _world_option(
-            metavar="NAME=VALUE",
-            help="A parameter of policies, e.g. fairness=1; may be repeated. `prfaas policies` lists all.",
-        ),
-    ] = None,
-    caches: Annotated[
-        bool | None,
-        _world_option(
-            "--caches/--no-caches",
-            help="Prefix caches on every instance. Default: only with --trace.",
-        ),
-    ] = None,
-    cache_memory: Annotated[
-        str | None,
-        _world_option(metavar="SIZE", help="Of one instance, for its prefix cache. Default: 64 GiB."),
-    ] = None,
-    pools_given: PoolsAsked,
-    link_fluctuation: Annotated[
-        str | None,
-        _world_option(
-            metavar="SD:CORRELATION_S",
-            help="Let bandwidths vary: standard deviation as a share, and correlation time, e.g. 0.3:30.",
-        ),
-    ] = None,
-    steps: Annotated[
-        list[str] | None,
-        _world_option(
-            "--bandwidth-steps",
-            metavar="LINK@T=BANDWIDTH",
-            help='Another bandwidth from second T on, e.g. "east->home@600=2 Gbit/s"; may be repeated.',
-        ),
-    ] = None,
-    outage: Annotated[
-        list[str] | None,
-        _world_option(
-            metavar="LINK@T+S",
-            help='A link carries nothing from second T on for S seconds, e.g. "east->home@600+60"; may be repeated.',
-        ),
-    ] = None,
-    fail: Annotated[
-        list[str] | None,
-        _world_option(
-            metavar="INSTANCE@T+S", help="An instance is gone for a time, with all it had; may be repeated."
-        ),
-    ] = None,
-    set_fields: Annotated[
-        list[str] | None,
-        _world_option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="Another number in the file, e.g. links[0].bandwidth=10e9; may be repeated.",
-        ),
-    ] = None,
-    requests: Annotated[int | None, _length_option(min=1, help=f"Default: {_REQUESTS}.")] = None,
-    duration: Annotated[float | None, _length_option(help="Simulated seconds of arrivals instead.")] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write DIR/index.html, one self-contained page with plots."),
-    ] = None,
-    records: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a row per request to FILE.parquet, .csv, .csv.gz, .jsonl or .jsonl.gz.",
-        ),
-    ] = None,
+    met: WorldAsked,
+    asked_pools: PoolsAsked,
+    length: LengthAsked,
+    report: Path | None = option(
+        None, "Write DIR/index.html, one self-contained page with plots.", metavar="DIR"
+    ),
+    records: Path | None = option(
+        None, "Write a row per request to FILE.parquet, .csv, .csv.gz, .jsonl or .jsonl.gz.", metavar="FILE"
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Simulate a deployment under load: TTFT, throughput, queues and egress, with the scheduler's own code.
@@ -168,55 +187,54 @@ def simulate(
         traffic_asked,
     )
     from prfaas.core.deployment import load_planned
-    from prfaas.core.planner import best_operation, problem_of
     from prfaas.lab.report.simulation import SimulationReport
-    from prfaas.lab.simulator.recording import Recording
+    from prfaas.lab.simulator.recording import Arriving
 
-    length = _length(requests, duration)
-    changes = parse_changes(set_fields or ())
+    length.check()
+    changes = parse_changes(met.set_fields or ())
     planned = load_planned(deployment, changes=changes)
-    problem = problem_of(planned)
-    asked = policies_of(planned, policy, compare, param or ())
+    asked = policies_of(planned, met.policy, met.compare, met.param or ())
     trace = asked_trace.read()
-    recording = None if trace is None else Recording.of(planned, problem, trace)
-    lambda_max = best_operation(problem).lambda_max if recording is None else recording.lambda_max_rps
+    arriving = Arriving.of(planned, trace)
+    lambda_max = arriving.lambda_max_rps
     if lambda_max == 0:
         raise CliError(
             f"{deployment}: can serve nothing by `prfaas plan`; it needs instances that prefill and that decode"
         )
-    rate_rps, failures = _rate(load, rate, lambda_max, length), failures_of(outage, fail)
-    links = links_asked(planned, link_fluctuation, steps or ())
-    options = caches_asked(planned, trace is not None if caches is None else caches, cache_memory)
-    pools = pools_asked(planned, pools_given)
-    traffic = traffic_asked(problem, recording, rate_rps, bursts=bursts, diurnal=diurnal)
-    _check_any(traffic, seed, length[1])
+    rate_rps, failures = arrivals.rate_rps(lambda_max, length), failures_of(met.outage, met.fail)
+    links = links_asked(planned, met.link_fluctuation, met.steps or ())
+    has_caches = trace is not None if met.caches is None else met.caches
+    caches, pools = caches_asked(planned, has_caches, met.cache_memory), pools_asked(planned, asked_pools)
+    traffic = traffic_asked(arriving, rate_rps, bursts=arrivals.bursts, diurnal=arrivals.diurnal)
+    _check_any(traffic, arrivals.seed, length.duration)
     folder = None if report is None else made_folder(report)
     rows = records_file(records)
     scenarios = [
-        scenario_for(planned, name, params, options, links, pools, failures=failures)
+        scenario_for(planned, name, params, caches, links, pools, failures=failures)
         for name, params in asked.items()
     ]
-    results = _simulated(scenarios, traffic, seed, *length)
-    others = [_simulated(scenarios, traffic, seed + more, *length) for more in range(1, seeds)]
+    results, *others = (
+        _simulated(scenarios, traffic, length, arrivals.seed + more) for more in range(arrivals.seeds)
+    )
     shown = SimulationReport(
         deployment=planned,
         results=results,
         summaries={name: result.summary() for name, result in results.items()},
         rate_rps=rate_rps,
         lambda_max_rps=lambda_max,
-        seed=seed,
-        requests=length[0],
-        duration_s=length[1],
+        seed=arrivals.seed,
+        requests=length.count,
+        duration_s=length.duration,
         arrivals=traffic.described,
         arrivals_text=traffic.text,
         notes=traffic.notes,
-        caches=options,
+        caches=caches,
         pools=pools,
-        link_fluctuation=link_fluctuation,
-        bandwidth_steps=steps or (),
+        link_fluctuation=met.link_fluctuation,
+        bandwidth_steps=met.steps or (),
         failures=failures,
         changes=changes,
-        changes_text=set_fields or (),
+        changes_text=met.set_fields or (),
         params={name: params for name, params in asked.items() if params},
         repeats={name: [each[name].summary() for each in others] for name in results} if others else {},
         command=shlex.join(["prfaas", *sys.argv[1:]]),
@@ -243,11 +261,7 @@ def _show(
 
 
 def _simulated(
-    scenarios: "Sequence[Scenario]",
-    traffic: "SimulatedTraffic",
-    seed: int,
-    requests: int | None,
-    duration_s: float | None,
+    scenarios: "Sequence[Scenario]", traffic: "SimulatedTraffic", length: LengthAsked, seed: int
 ) -> "dict[str, Result]":
     """Every scenario under the same requests, with a bar on stderr; how quick it was is said there too."""
     import numpy as np
@@ -256,7 +270,7 @@ def _simulated(
     from prfaas.core.scheduling.view import NoDecodeInstanceError
     from prfaas.lab.simulator.simulation import simulate as run
 
-    expected = requests if requests is not None else round((duration_s or 0.0) * traffic.traffic.mean_per_s)
+    expected = length.count or round((length.duration or 0.0) * traffic.traffic.mean_per_s)
     results = {}
     with progress_bar(transient=True) as progress:
         for scenario in scenarios:
@@ -271,8 +285,8 @@ def _simulated(
                     scenario,
                     traffic.traffic.chunks(np.random.default_rng(seed)),
                     seed=seed,
-                    requests=requests,
-                    duration_s=duration_s,
+                    requests=length.count,
+                    duration_s=length.duration,
                     progress=advance,
                 )
             except (NoDecodeInstanceError, UnsoundDecisionError) as error:
@@ -286,37 +300,6 @@ def _simulated(
                 err=True,
             )
     return results
-
-
-def _length(requests: int | None, duration_s: float | None) -> tuple[int | None, float | None]:
-    import math
-
-    if requests is not None and duration_s is not None:
-        raise CliError("give --requests or --duration, not both")
-    if duration_s is not None and not (math.isfinite(duration_s) and duration_s > 0):
-        raise CliError(f"--duration: must be seconds above 0, not {duration_s:g}")
-    return (None, duration_s) if duration_s is not None else (requests or _REQUESTS, None)
-
-
-def _rate(
-    load: float | None, rate: float | None, lambda_max: float, length: tuple[int | None, float | None]
-) -> float:
-    import math
-
-    from prfaas.lab.simulator.simulation import check_length
-
-    if load is not None and rate is not None:
-        raise CliError("give --load or --rate, not both")
-    option, given, unit = (
-        ("--rate", rate, 1.0) if rate is not None else ("--load", _LOAD if load is None else load, lambda_max)
-    )
-    if not (math.isfinite(given) and given > 0):
-        raise CliError(f"{option}: must be a number above 0, not {given:g}")
-    try:
-        check_length(given * unit, *length)
-    except ValueError as error:
-        raise CliError(str(error)) from None
-    return given * unit
 
 
 def _check_any(traffic: "SimulatedTraffic", seed: int, duration_s: float | None) -> None:

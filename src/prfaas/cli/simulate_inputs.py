@@ -7,30 +7,31 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prfaas.cli.common import CliError, field_number
 from prfaas.cli.trace_options import beyond
-
-if TYPE_CHECKING:
-    from prfaas.core.deployment import PlannedDeployment
-    from prfaas.core.planner import PlanProblem
-    from prfaas.core.scheduling.parameters import Setting
-    from prfaas.core.workload.arrivals import Diurnal, Mmpp, Poisson
-    from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
-    from prfaas.lab.report.records import RecordsFile
-    from prfaas.lab.simulator.capacity import CapacityProcess
-    from prfaas.lab.simulator.machine_pool import PoolOptions
-    from prfaas.lab.simulator.prefix_caches import CacheOptions
-    from prfaas.lab.simulator.recording import Recording
-    from prfaas.lab.simulator.scenario import Failure, Scenario
+from prfaas.core.deployment import PlannedDeployment
+from prfaas.core.planner import PlanProblem
+from prfaas.core.scheduling.parameters import PolicyError, Setting, parameters_of
+from prfaas.core.scheduling.policy import make_policy, policy_class
+from prfaas.core.units import parse_bytes
+from prfaas.core.workload.arrivals import BURST, CALM, Arrivals, Diurnal, Mmpp
+from prfaas.core.workload.lengths import WorkloadError
+from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic, Traffic
+from prfaas.lab.report.records import RecordsFile
+from prfaas.lab.simulator.capacity import CapacityProcess, Fluctuating
+from prfaas.lab.simulator.machine_pool import PoolOptions
+from prfaas.lab.simulator.prefix_caches import CacheOptions
+from prfaas.lab.simulator.recording import CACHE_BYTES, Arriving, Recording
+from prfaas.lab.simulator.scenario import Failure, Scenario, as_deployed, stepped
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTraffic:
     """Requests to simulate, and what they are."""
 
-    traffic: "Traffic"
+    traffic: Traffic
     described: dict[str, Any]
     """What they are, for JSON."""
     text: str
@@ -39,13 +40,12 @@ class SimulatedTraffic:
     """What was done to a trace, and what else one should know."""
 
 
-def failures_of(outages: Sequence[str] | None, fails: Sequence[str] | None) -> "list[Failure]":
+def failures_of(outages: Sequence[str] | None, fails: Sequence[str] | None) -> list[Failure]:
     """From `--outage LINK@T+S` and `--fail INSTANCE@T+S`.
 
     Raises:
         CliError: another form, or times out of range.
     """
-    from prfaas.lab.simulator.scenario import Failure
 
     found = []
     asked = (("--outage", "east->home", outages or ()), ("--fail", "home-0", fails or ()))
@@ -66,12 +66,7 @@ def failures_of(outages: Sequence[str] | None, fails: Sequence[str] | None) -> "
 
 
 def traffic_asked(
-    problem: "PlanProblem",
-    recording: "Recording | None",
-    rate_rps: float,
-    *,
-    bursts: bool,
-    diurnal: str | None,
+    arriving: Arriving, rate_rps: float, *, bursts: bool, diurnal: str | None
 ) -> SimulatedTraffic:
     """The recorded trace at one rate, or what is made up.
 
@@ -79,35 +74,26 @@ def traffic_asked(
         CliError: `--bursts` and `--diurnal`, one of them with a trace, or no swing and period.
         WorkloadError: the trace has no duration and so no rate.
     """
-    if recording is None:
-        return _made_up(problem, rate_rps, bursts=bursts, diurnal=diurnal)
-    if bursts or diurnal is not None:
+    if arriving.recording is not None and (bursts or diurnal is not None):
         raise CliError("--bursts and --diurnal make up arrivals; a --trace has its own")
-    return _recorded(recording, rate_rps)
-
-
-def _made_up(
-    problem: "PlanProblem", rate_rps: float, *, bursts: bool, diurnal: str | None
-) -> SimulatedTraffic:
-    """Prompts from the deployment file's lengths, all answers of its mean length."""
-    from prfaas.core.workload.arrivals import arrivals_at
-    from prfaas.core.workload.empirical import fixed
-    from prfaas.core.workload.lengths import WorkloadError
-    from prfaas.core.workload.traffic import IndependentTraffic
-
-    workload = problem.workload
+    shape = _swing_and_period(diurnal)
     try:
-        arrivals = arrivals_at(rate_rps, bursts=bursts, diurnal=_swing_and_period(diurnal))
+        traffic = arriving.at_rate(rate_rps, bursts=bursts, diurnal=shape)
     except WorkloadError as error:
-        raise CliError(f"--diurnal: {error}") from None
-    described, text = _described(arrivals)
-    lengths = workload.uncached
-    described |= {
-        "mean_input_tokens": lengths.mean(),
-        "mean_output_tokens": workload.output_tokens,
-    }
+        raise error if arriving.recording is not None else CliError(f"--diurnal: {error}") from None
+    if isinstance(traffic, IndependentTraffic):
+        return _made_up(arriving.problem, traffic)
+    assert arriving.recording is not None
+    return _recorded(arriving.recording, traffic)
+
+
+def _made_up(problem: PlanProblem, traffic: IndependentTraffic) -> SimulatedTraffic:
+    """Prompts from the deployment file's lengths, all answers of its mean length."""
+    workload, mean_tokens = problem.workload, traffic.inputs.mean()
+    described, text = _described(traffic.arrivals)
+    described |= {"mean_input_tokens": mean_tokens, "mean_output_tokens": workload.output_tokens}
     text += (
-        f"; prompts of {lengths.mean():,.0f} tokens on average as in the file, "
+        f"; prompts of {mean_tokens:,.0f} tokens on average as in the file, "
         f"answers of {workload.output_tokens:,.0f}"
     )
     notes = []
@@ -118,7 +104,6 @@ def _made_up(
         )
     if any(cluster.prefix_hit_ratio is not None for cluster in problem.clusters):
         notes.append("A cluster's own prefix_hit_ratio plays no part: no two made-up prompts begin alike.")
-    traffic = IndependentTraffic(arrivals, lengths, fixed(workload.output_tokens))
     return SimulatedTraffic(traffic, described, text, tuple(notes))
 
 
@@ -134,8 +119,7 @@ def _swing_and_period(text: str | None) -> tuple[float, float] | None:
         raise CliError(f'--diurnal "{text}": write SWING/SECONDS, for example 0.8/86400') from None
 
 
-def _described(arrivals: "Poisson | Mmpp | Diurnal") -> tuple[dict[str, Any], str]:
-    from prfaas.core.workload.arrivals import BURST, CALM, Diurnal, Mmpp
+def _described(arrivals: Arrivals) -> tuple[dict[str, Any], str]:
 
     if isinstance(arrivals, Mmpp):
         phases = [{"rate_rps": each.rate_per_s, "mean_s": each.dwell_s} for each in arrivals.phases]
@@ -151,10 +135,9 @@ def _described(arrivals: "Poisson | Mmpp | Diurnal") -> tuple[dict[str, Any], st
     return {"process": "poisson"}, "Poisson arrivals"
 
 
-def _recorded(recording: "Recording", rate_rps: float) -> SimulatedTraffic:
+def _recorded(recording: Recording, traffic: ReplayedTraffic) -> SimulatedTraffic:
     trace = recording.trace
     name = Path(trace.name).name
-    traffic = recording.at_rate(rate_rps)
     described = {
         "process": "trace",
         "trace": name,
@@ -178,7 +161,7 @@ def _recorded(recording: "Recording", rate_rps: float) -> SimulatedTraffic:
     return SimulatedTraffic(traffic, described, text, tuple(_notes(recording, traffic, described)))
 
 
-def _notes(recording: "Recording", traffic: "ReplayedTraffic", described: dict[str, Any]) -> Iterator[str]:
+def _notes(recording: Recording, traffic: ReplayedTraffic, described: dict[str, Any]) -> Iterator[str]:
     trace = recording.trace
     yield (
         f"Units of {described['trace']}: {trace.units}. It is repeated every {traffic.round_s:,.0f} simulated "
@@ -199,7 +182,7 @@ def _notes(recording: "Recording", traffic: "ReplayedTraffic", described: dict[s
     )
 
 
-def records_file(path: Path | None) -> "RecordsFile | None":
+def records_file(path: Path | None) -> RecordsFile | None:
     """From `--records`: where a row per request goes.
 
     Raises:
@@ -207,7 +190,6 @@ def records_file(path: Path | None) -> "RecordsFile | None":
     """
     if path is None:
         return None
-    from prfaas.lab.report.records import RecordsFile
 
     try:
         return RecordsFile.at(path)
@@ -233,8 +215,8 @@ def parse_changes(texts: Sequence[str]) -> dict[str, float]:
 
 
 def policies_of(
-    deployment: "PlannedDeployment", policy: str | None, compare: str | None, settings: Sequence[str] = ()
-) -> "dict[str, dict[str, Setting]]":
+    deployment: PlannedDeployment, policy: str | None, compare: str | None, settings: Sequence[str] = ()
+) -> dict[str, dict[str, Setting]]:
     """The policies to simulate with their parameters; without options as the deployment would run.
 
     Those of the file belong to the file's policy. One of `settings`, NAME=VALUE, goes to every policy that has it.
@@ -243,8 +225,6 @@ def policies_of(
         CliError: both options, a name twice, a policy that there is not, or a parameter that none of them has.
         DeploymentError: the policy that the file names is not there.
     """
-    from prfaas.core.scheduling.parameters import PolicyError, parameters_of
-    from prfaas.core.scheduling.policy import policy_class
 
     if policy is not None and compare is not None:
         raise CliError("give --policy or --compare, not both")
@@ -279,24 +259,21 @@ def policies_of(
 
 
 def scenario_for(
-    deployment: "PlannedDeployment",
+    deployment: PlannedDeployment,
     policy: str,
-    params: "Mapping[str, Setting]",
-    caches: "CacheOptions | None",
-    links: "Mapping[str, CapacityProcess]",
-    pools: "Mapping[str, PoolOptions] | None" = None,
+    params: Mapping[str, Setting],
+    caches: CacheOptions | None,
+    links: Mapping[str, CapacityProcess],
+    pools: Mapping[str, PoolOptions] | None = None,
     *,
-    failures: "Sequence[Failure]" = (),
-) -> "Scenario":
+    failures: Sequence[Failure] = (),
+) -> Scenario:
     """The scenario of a deployment as it would run: its `routing` and `control` sections count.
 
     Raises:
         CliError: a deployment that can be planned but not run by this policy, or a parameter out of its bounds.
         DeploymentError: the same, where the file has the parameter.
     """
-    from prfaas.core.scheduling.parameters import PolicyError
-    from prfaas.core.scheduling.policy import make_policy
-    from prfaas.lab.simulator.scenario import as_deployed
 
     try:
         scenario = as_deployed(
@@ -314,17 +291,12 @@ def scenario_for(
     return scenario
 
 
-def caches_asked(
-    deployment: "PlannedDeployment", has_caches: bool, memory: str | None
-) -> "CacheOptions | None":
+def caches_asked(deployment: PlannedDeployment, has_caches: bool, memory: str | None) -> CacheOptions | None:
     """Prefix caches of so much memory on every instance, 64 GiB if not said, in the model's own tokens; None: none.
 
     Raises:
         CliError: no size, memory that no cache has, or the model keeps nothing per token that could be cached.
     """
-    from prfaas.core.units import parse_bytes
-    from prfaas.lab.simulator.prefix_caches import CacheOptions
-    from prfaas.lab.simulator.recording import CACHE_BYTES
 
     if not has_caches:
         if memory is not None:
@@ -341,8 +313,8 @@ def caches_asked(
 
 
 def links_asked(
-    deployment: "PlannedDeployment", fluctuation: str | None, steps: Sequence[str]
-) -> "dict[str, CapacityProcess]":
+    deployment: PlannedDeployment, fluctuation: str | None, steps: Sequence[str]
+) -> dict[str, CapacityProcess]:
     """Links that are not as in the file all the time.
 
     Args:
@@ -358,8 +330,7 @@ def links_asked(
     return _stepped(deployment, steps) if fluctuation is None else _fluctuating(deployment, fluctuation)
 
 
-def _fluctuating(deployment: "PlannedDeployment", text: str) -> "dict[str, CapacityProcess]":
-    from prfaas.lab.simulator.capacity import Fluctuating
+def _fluctuating(deployment: PlannedDeployment, text: str) -> dict[str, CapacityProcess]:
 
     parts = text.split(":")
     try:
@@ -377,8 +348,7 @@ def _fluctuating(deployment: "PlannedDeployment", text: str) -> "dict[str, Capac
     }
 
 
-def _stepped(deployment: "PlannedDeployment", texts: Sequence[str]) -> "dict[str, CapacityProcess]":
-    from prfaas.lab.simulator.scenario import stepped
+def _stepped(deployment: PlannedDeployment, texts: Sequence[str]) -> dict[str, CapacityProcess]:
 
     steps: list[tuple[str, float, float]] = []
     links: dict[str, CapacityProcess] = {}

@@ -1,20 +1,19 @@
 """The part of a deployment that `prfaas up` starts on this machine."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from prfaas.cli.common import CliError
-
-if TYPE_CHECKING:
-    from prfaas.core.deployment import Deployment, Instance, PoolNode
+from prfaas.core.deployment import Deployment, Instance, PoolNode
+from prfaas.serving.engines.preparation import is_here
+from prfaas.tools.emit.site import site_named
 
 
 @dataclass(frozen=True, slots=True)
 class SiteShare:
     """Engines, pools and gateway to start here."""
 
-    instances: "tuple[Instance, ...]"
-    pools: "tuple[PoolNode, ...]"
+    instances: tuple[Instance, ...]
+    pools: tuple[PoolNode, ...]
     has_gateway: bool
 
     @property
@@ -28,16 +27,13 @@ class SiteShare:
         return tuple(pool.name for pool in self.pools)
 
 
-def share_of(deployment: "Deployment", site_name: str | None, with_gateway: bool) -> SiteShare:
+def share_of(deployment: Deployment, site_name: str | None, with_gateway: bool) -> SiteShare:
     """Everything, or what of one site has an address of this machine.
 
     Raises:
         DeploymentError: there is no such site.
         CliError: nothing of the site runs here, or options contradict each other.
     """
-    from prfaas.serving.engines.preparation import is_here
-    from prfaas.tools.emit.site import site_named
-
     if site_name is None:
         if not with_gateway:
             raise CliError("--no-gateway is about one site; name it: --site NAME")
@@ -54,8 +50,6 @@ def share_of(deployment: "Deployment", site_name: str | None, with_gateway: bool
     return share
 
 
-def runs_here(site_name: str | None, instance: "Instance") -> bool:
+def runs_here(site_name: str | None, instance: Instance) -> bool:
     """True if `prfaas up` with that site starts an instance on this machine."""
-    from prfaas.serving.engines.preparation import is_here
-
     return site_name is None or (instance.cluster == site_name and is_here(instance.host))

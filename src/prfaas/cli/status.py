@@ -1,6 +1,6 @@
 """`prfaas status`: a running deployment at a glance."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -15,6 +15,7 @@ from prfaas.cli.common import (
     fetch,
     print_json,
 )
+from prfaas.cli.option_groups import option, with_options
 
 _PERIOD_S = 1.0
 _PATH = "/prfaas/state"
@@ -22,9 +23,10 @@ _PATH = "/prfaas/state"
 _COLUMNS = 170
 
 
+@with_options
 def status(
     where: GatewayWhere,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
+    watch: bool = option(False, "Show it again every second, until Ctrl-C.", "--watch"),
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,9 +1,9 @@
 """`prfaas study`: questions about the scheduler, answered by many simulations."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,7 +16,8 @@ from prfaas.cli.common import (
     progress_bar,
     write_text,
 )
-from prfaas.cli.study_folder import study_names
+from prfaas.cli.option_groups import argument, option, with_options
+from prfaas.cli.study_folder import studies_of, study_names
 
 if TYPE_CHECKING:
     from prfaas.lab.studies import Study, StudyContext, StudySection
@@ -25,37 +26,27 @@ if TYPE_CHECKING:
 _TRACE = "traces/mooncake_burst.jsonl.gz"
 
 
+@with_options
 def study(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="For example bandwidth; a wrong one says which there are. all: every one.",
-            autocompletion=lambda: [*study_names(), "all"],
-        ),
-    ],
-    deployment: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Default: examples/paper.yaml.")
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--studies",
-            metavar="DIR",
-            help="A Python package whose STUDIES has studies by name. Default: studies/ of the checkout.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Write DIR/studies.md (or DIR/study-NAME.md) and DIR/img/study-*.svg."
-        ),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A twentieth of the requests, to see that it works.")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes; the numbers don't depend on it.")] = 2,
+    name: str = argument(
+        ...,
+        "For example bandwidth; a wrong one says which there are. all: every one.",
+        metavar="NAME",
+        autocompletion=lambda: [*study_names(), "all"],
+    ),
+    deployment: Path | None = option(None, "Default: examples/paper.yaml.", metavar="FILE"),
+    folder: Path | None = option(
+        None,
+        "A Python package whose STUDIES has studies by name. Default: studies/ of the checkout.",
+        "--studies",
+        metavar="DIR",
+    ),
+    out: Path | None = option(
+        None, "Write DIR/studies.md (or DIR/study-NAME.md) and DIR/img/study-*.svg.", metavar="DIR"
+    ),
+    quick: bool = option(False, "A twentieth of the requests, to see that it works.", "--quick"),
+    seed: int = option(0, "The first of the seeds.", min=0),
+    jobs: int = option(2, "Processes; the numbers don't depend on it.", min=1),
     as_json: AsJson = False,
 ) -> None:
     """Carry out a study on the simulator and write it down: tables, plots and what they say.
@@ -69,7 +60,7 @@ def study(
     from prfaas.core.workload.requests import read_requests
     from prfaas.lab.studies import context_of, page_of
 
-    known = _known(folder)
+    known = studies_of(folder)
     if name != "all" and name not in known:
         raise CliError(f'there is no study "{name}"; there are {", ".join(known)}, and "all"')
     chosen = list(known.values()) if name == "all" else [known[name]]
@@ -91,15 +82,6 @@ def study(
         _print_json(context, outcomes)
     elif out is None:
         typer.echo(page, nl=False)
-
-
-def _known(folder: Path | None) -> "Mapping[str, Study]":
-    from prfaas.cli.study_folder import StudyFolderError, studies_of
-
-    try:
-        return studies_of(folder)
-    except StudyFolderError as error:
-        raise CliError(f"--studies: {error}" if folder is not None else str(error)) from error
 
 
 def _simulate(chosen: "Sequence[Study]", context: "StudyContext", jobs: int) -> "dict[str, Outcomes]":

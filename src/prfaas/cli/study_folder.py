@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prfaas.cli.common import CliError
+
 _CHECKOUT = Path(__file__).parents[3]
 _NAME = "studies"
-
-
-class StudyFolderError(Exception):
-    """No folder of studies; the text says what to do."""
 
 
 def own_folder() -> Path | None:
@@ -30,18 +28,16 @@ def studies_of(folder: Path | None) -> Mapping[str, Any]:
         Each `Study` by its name.
 
     Raises:
-        StudyFolderError: there is none, or it can't be imported.
+        CliError: there is none, or it can't be imported.
     """
-    try:
-        package = _own() if folder is None else folder.resolve()
-    except StudyFolderError as error:
-        raise StudyFolderError(f"{error}, or give a folder of your own with --studies") from None
+    package = _own(", or give a folder of your own with --studies") if folder is None else folder.resolve()
     sys.path.insert(0, str(package.parent))
     try:
         studies: Mapping[str, Any] = importlib.import_module(package.name).STUDIES
     except (ImportError, AttributeError, SyntaxError) as error:
-        raise StudyFolderError(
-            f"{package} is no folder of studies, a Python package whose STUDIES has each by its name: {error}"
+        option = "" if folder is None else "--studies: "
+        raise CliError(
+            f"{option}{package} is no folder of studies, a Python package whose STUDIES has each by its name: {error}"
         ) from error
     return studies
 
@@ -50,18 +46,18 @@ def own_module(name: str) -> Any:
     """Import a module of the project's own studies.
 
     Raises:
-        StudyFolderError: they are not here.
+        CliError: they are not here.
     """
     sys.path.insert(0, str(_own().parent))
     return importlib.import_module(f"{_NAME}.{name}")
 
 
-def _own() -> Path:
+def _own(more: str = "") -> Path:
     folder = own_folder()
     if folder is None:
-        raise StudyFolderError(
+        raise CliError(
             "prfaas is installed without its studies: run this in a checkout of its repository, which has them in "
-            f"{_NAME}/"
+            f"{_NAME}/{more}"
         )
     return folder
 

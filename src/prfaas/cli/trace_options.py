@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from prfaas.cli.common import CliError
 from prfaas.cli.option_groups import options_of_panel
@@ -18,29 +18,23 @@ _option = options_of_panel("Recorded traffic")
 class TraceAsked:
     """The options for a trace."""
 
-    trace: Annotated[
-        Path | None,
-        _option(
-            metavar="FILE",
-            help="Recorded requests: Mooncake's, Qwen-Bailian's, Azure's, BurstGPT's, ServeGen's, of vLLM's benchmark "
-            "or AIPerf, our own, or any CSV or JSON lines.",
-        ),
-    ] = None
-    format: Annotated[
-        str | None,
-        _option(
-            "--format",
-            help="mooncake, qwen, azure, burstgpt, servegen, vllm, aiperf or jsonl, if the file doesn't tell.",
-        ),
-    ] = None
-    columns: Annotated[
-        str | None,
-        _option(
-            "--columns",
-            metavar="arrival=A,input=B,output=C",
-            help="What the columns of another trace are called; arrival in seconds or as date and time, or arrival_ms.",
-        ),
-    ] = None
+    trace: Path | None = _option(
+        None,
+        "Recorded requests: Mooncake's, Qwen-Bailian's, Azure's, BurstGPT's, ServeGen's, of vLLM's benchmark "
+        "or AIPerf, our own, or any CSV or JSON lines.",
+        metavar="FILE",
+    )
+    format: str | None = _option(
+        None,
+        "mooncake, qwen, azure, burstgpt, servegen, vllm, aiperf or jsonl, if the file doesn't tell.",
+        "--format",
+    )
+    columns: str | None = _option(
+        None,
+        "What the columns of another trace are called; arrival in seconds or as date and time, or arrival_ms.",
+        "--columns",
+        metavar="arrival=A,input=B,output=C",
+    )
 
     def read(self) -> "RequestTrace | None":
         """The trace, if one is given.

@@ -1,11 +1,10 @@
 """`prfaas up`: a whole deployment on this machine."""
 
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,45 +12,33 @@ from prfaas.cli.common import (
     DRAIN_TIMEOUT_S,
     DeploymentPath,
     DrainTimeout,
-    LogFormatOption,
-    LogLevelOption,
+    LogsAsked,
     ReadyTimeout,
-    log_settings,
     progress_bar,
-    write_logs,
 )
+from prfaas.cli.option_groups import option, with_options
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-    from prfaas.core.deployment import Deployment
     from prfaas.serving.engines.child_processes import StartProgress
-    from prfaas.serving.engines.following import FollowingEngines
     from prfaas.serving.engines.running import RunningEngines
 
 
+@with_options
 def up(
     deployment: DeploymentPath,
     ready_timeout_s: ReadyTimeout = None,
-    restarts: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Start an engine or a pool that ends again, at most so often in a row."
-        ),
-    ] = 5,
+    restarts: int = option(
+        5, "Start an engine or a pool that ends again, at most so often in a row.", metavar="N", min=0
+    ),
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
-    site: Annotated[
-        str | None,
-        typer.Option("--site", metavar="NAME", help="Start only what runs at this cluster, on this machine."),
-    ] = None,
-    with_gateway: Annotated[
-        bool,
-        typer.Option(
-            "--gateway/--no-gateway", help="With --site: whether the gateway runs here if the site has it."
-        ),
-    ] = True,
-    log_format: LogFormatOption = None,
-    log_level: LogLevelOption = None,
+    site: str | None = option(
+        None, "Start only what runs at this cluster, on this machine.", "--site", metavar="NAME"
+    ),
+    with_gateway: bool = option(
+        True, "With --site: whether the gateway runs here if the site has it.", "--gateway/--no-gateway"
+    ),
+    *,
+    logs: LogsAsked,
 ) -> None:
     """Start the pools, the engines and the gateway of a one-machine deployment; Ctrl-C ends everything.
 
@@ -65,15 +52,16 @@ def up(
 
     Examples: prfaas up examples/local.yaml; prfaas up examples/two-datacenters.yaml --site east
     """
-    from prfaas.cli.fetching import shown_fetch
-    from prfaas.cli.serve import check_gateway, run_gateway, tell_ready
+    import asyncio
+
+    from prfaas.cli.fetching import fetch_model
+    from prfaas.cli.running import check_gateway, follow_file, run_gateway
     from prfaas.cli.site_share import runs_here, share_of
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
     from prfaas.serving.engines.engine_units import RunningUnits, units_of
     from prfaas.serving.engines.following import FollowingEngines
-    from prfaas.serving.engines.preparation import ensure_model
     from prfaas.serving.engines.running import RunningEngines
     from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
     from prfaas.serving.pool.running import RunningPools
@@ -83,20 +71,19 @@ def up(
     if share.has_gateway:
         check_gateway(loaded)
     if loaded.model.source is not None and loaded.model.source.is_fetched and share.instance_names:
-        with shown_fetch() as report:
-            ensure_model(loaded, report)
+        fetch_model(loaded)
     open_files = raise_descriptor_limit()
     timeout_s = ready_timeout_s or READY_TIMEOUT_S
-    write_logs(log_settings(log_format, log_level))
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    logs.write()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with (
             RunningPools(loaded, share.pool_names) as pools,
             RunningEngines(loaded, share.instance_names) as engines,
         ):
             typer.echo(f"logs: {loaded.logs_dir}; open files: {open_files:,} at most", err=True)
-            with shown_progress(engines) as lines:
-                engines.wait_ready(timeout_s, on_progress=lines.show)
+            with shown_progress(engines) as show:
+                engines.wait_ready(timeout_s, on_progress=show)
             for node in share.pools:
                 if not pools.answers(node.name):
                     _tell(
@@ -108,17 +95,12 @@ def up(
             engine_supervisor = Supervisor(RunningUnits(engines, here), units, limits, _tell)
             pool_supervisor = Supervisor(pools, share.pool_names, limits, _tell, kind="pool")
             following = FollowingEngines(engines, engine_supervisor, _tell, here)
+            beside = [following.run, pool_supervisor.run]
             if share.has_gateway:
-                run_gateway(
-                    loaded,
-                    ready=partial(tell_ready, loaded),
-                    beside=[following.run, pool_supervisor.run],
-                    following=following,
-                    drain_timeout_s=drain_timeout_s,
-                )
+                run_gateway(loaded, drain_timeout_s, beside=beside, following=following)
             else:
-                ready = partial(typer.echo, f"ready: site {site} without gateway")
-                _follow_file(loaded, following, [following.run, pool_supervisor.run], ready)
+                ready = f"ready: site {site} without gateway"
+                asyncio.run(follow_file(loaded, following, beside, ready))
             typer.echo("stopping", err=True)
     except KeyboardInterrupt:
         typer.echo("stopped before it was ready", err=True)
@@ -127,77 +109,16 @@ def up(
         signal.signal(signal.SIGTERM, before)
 
 
-def _follow_file(
-    deployment: "Deployment",
-    following: "FollowingEngines",
-    beside: "Sequence[Callable[[], Coroutine[None, None, None]]]",
-    ready: "Callable[[], None]",
-) -> None:
-    """Run what is beside until SIGINT or SIGTERM. SIGHUP: start the engines that the file adds.
-
-    `ready` is called once signals are heard: before that a SIGHUP would end the process.
-    """
-    import asyncio
-
-    from prfaas.cli.serve import reload_and_tell
-    from prfaas.serving.reloading import Reloader
-
-    async def until_a_signal() -> None:
-        reloader = Reloader(deployment)
-        reloader.check(following.check)
-        reloader.follow(following)
-
-        async def reload() -> None:
-            await reload_and_tell(reloader)
-            for instance in filter(following.runs_here, reloader.applied.leaving):
-                # Only the gateway knows when its work has ended.
-                _tell(
-                    f"engine {instance.name} is not in the file any more; it goes on until this command ends"
-                )
-
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ended.set)
-        tasks = [asyncio.create_task(make()) for make in beside]
-        loop.add_signal_handler(signal.SIGHUP, lambda: tasks.append(asyncio.create_task(reload())))
-        ready()
-        await ended.wait()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(until_a_signal())
-
-
 def _tell(sentence: str) -> None:
     typer.echo(sentence, err=True)
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-class _Lines:
-    """One line per engine: a spinner that becomes a mark on terminals, plain text once it is ready elsewhere."""
-
-    def __init__(self, progress: "Progress", names: tuple[str, ...]) -> None:
-        self._progress = progress
-        self._tasks: dict[str, TaskID] = {
-            name: progress.add_task(name, total=1, state="starting") for name in names
-        }
-
-    def show(self, step: "StartProgress") -> None:
-        if step.state != "ready":
-            return
-        self._progress.update(self._tasks[step.name], completed=1, state="ready")
-        if not self._progress.console.is_terminal:
-            self._progress.console.print(f"{step.name}: ready after {step.elapsed_s:.0f} s")
-
-
 @contextmanager
-def shown_progress(engines: "RunningEngines") -> Iterator[_Lines]:
-    """Progress on stderr; pass `.show` to `wait_ready`."""
+def shown_progress(engines: "RunningEngines") -> "Iterator[Callable[[StartProgress], None]]":
+    """What to call with each step of a start; on stderr one line per engine.
+
+    On terminals it has a spinner that becomes a mark, elsewhere it is plain text once the engine is ready.
+    """
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -207,4 +128,13 @@ def shown_progress(engines: "RunningEngines") -> Iterator[_Lines]:
         TimeElapsedColumn(),
     )
     with progress_bar(*columns) as progress:
-        yield _Lines(progress, tuple(engines.names))
+        tasks = {name: progress.add_task(name, total=1, state="starting") for name in engines.names}
+
+        def show(step: "StartProgress") -> None:
+            if step.state != "ready":
+                return
+            progress.update(tasks[step.name], completed=1, state="ready")
+            if not progress.console.is_terminal:
+                progress.console.print(f"{step.name}: ready after {step.elapsed_s:.0f} s")
+
+        yield show

@@ -4,11 +4,12 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from prfaas.cli.common import AsJson, CliError, console, print_json
+from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
     from prfaas.serving.worth import Worth
@@ -16,21 +17,16 @@ if TYPE_CHECKING:
 _By = Literal["hour", "hour-of-day", "cluster", "link", "length", "tenant", "all"]
 
 
+@with_options
 def worth(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="DEPLOYMENT|LEDGER…", help="The deployment file, or the ledgers of its gateways."
-        ),
-    ],
-    by: Annotated[_By, typer.Option("--by", help="What requests are put together by.")] = "length",
-    hours: Annotated[
-        float,
-        typer.Option("--hours", metavar="H", help="Of so many hours until now; 0: all there is.", min=0.0),
-    ] = 24.0,
-    export: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Write the rows themselves to this file.")
-    ] = None,
+    files: list[Path] = argument(
+        ..., "The deployment file, or the ledgers of its gateways.", metavar="DEPLOYMENT|LEDGER…"
+    ),
+    by: _By = option("length", "What requests are put together by.", "--by"),
+    hours: float = option(
+        24.0, "Of so many hours until now; 0: all there is.", "--hours", metavar="H", min=0.0
+    ),
+    export: Path | None = option(None, "Write the rows themselves to this file.", "--csv", metavar="FILE"),
     as_json: AsJson = False,
 ) -> None:
     """Say what offloading was worth: TTFT and GPU-seconds spared, egress paid, and how far predictions were off.

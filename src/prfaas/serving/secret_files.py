@@ -13,19 +13,23 @@ _TOKEN = re.compile(r"[!-~]{16,1024}")
 _HEADER = re.compile(r"([A-Za-z0-9!#$%&'*+.^_`|~-]{1,200}):[ \t]*([!-~](?:[ -~]{0,8000}[!-~])?)[ \t]*")
 
 
-class KeyFileError(ValueError):
+class SecretFileError(ValueError):
+    """A file of this machine that processes show each other or trust can't be used; the message says which."""
+
+
+class KeyFileError(SecretFileError):
     """The key file is missing, unreadable, open to others, or not 64 hex digits."""
 
 
-class TlsFileError(ValueError):
+class TlsFileError(SecretFileError):
     """A certificate, key or authority file cannot be used; the message names it."""
 
 
-class AdminTokenError(ValueError):
+class AdminTokenError(SecretFileError):
     """The token's file is missing, unreadable, open to all, or holds no token."""
 
 
-class ClientsFileError(ValueError):
+class ClientsFileError(SecretFileError):
     """The file of clients cannot be used; the message names it, and what would be right."""
 
 
@@ -57,7 +61,7 @@ def make_private_folder(path: Path) -> None:
         raise PermissionError(f"{path} must be a folder of this user alone; `chmod 700` it, or remove it")
 
 
-class TraceHeadersError(ValueError):
+class TraceHeadersError(SecretFileError):
     """The file of headers for a collector is missing, unreadable, open to all, or holds a line that is no header."""
 
 

@@ -6,13 +6,15 @@ import math
 import os
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from prfaas.core.deployment import TOOLS, Deployment, Instance
+from prfaas.core.deployment import Deployment, DeploymentError, Instance, load_deployment
 from prfaas.core.deployment.addresses import is_loopback
-from prfaas.core.deployment.peers import sources_of
+from prfaas.core.deployment.peers import peers_of, sources_of
 from prfaas.core.deployment.speculation import kept_model
 from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError, UnknownModelError
 from prfaas.core.kv.drafters import DrafterError
@@ -21,13 +23,20 @@ from prfaas.core.units import format_bytes
 from prfaas.serving.certificates import https_options
 from prfaas.serving.engines.synthetic import VERSION as SYNTHETIC_VERSION
 from prfaas.serving.kv_ports import KvPorts
-from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError, load_token
+from prfaas.serving.secret_files import AdminTokenError, TlsFileError, load_token
 from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
-from prfaas.tools.finding import Finding, ok, problem
+from prfaas.tools.finding import Finding, any_problem, ok, problem
 from prfaas.tools.http_client import AnswerError, get_json, served_models
-from prfaas.tools.security_facts import tools_identity
+from prfaas.tools.pool_facts import check_pools
+from prfaas.tools.process_facts import check_processes
+from prfaas.tools.security_facts import (
+    check_certificates,
+    check_encryption,
+    check_key,
+    tools_identity,
+    tools_ports,
+)
 
 SUPPORTED_VLLM = ("0.32", "0.33")
 """Their sources have everything that the connector uses (`tests/serving/engines/vllm/test_contract.py`)."""
@@ -47,6 +56,25 @@ _KEY_VARIABLE = "PRFAAS_API_KEY"
 _SAME_CERTIFICATES = (
     "see `prfaas certs FILE --show` on both machines: they need certificates of one CA that are good today"
 )
+
+
+async def diagnose(path: Path, *, probe: bool) -> list[Finding]:
+    """All checks of the deployment in a file; `probe`: also of a prompt that is sent through it."""
+    try:
+        deployment = load_deployment(path)
+    except DeploymentError as error:
+        mend = "correct the file; docs/reference/deployment-file.md explains every field"
+        return [problem("file", str(error), mend)]
+    findings = [ok("file", f"{path} is valid"), check_model(deployment), check_key(deployment)]
+    findings += [*check_ranks(deployment), *check_certificates(deployment), *check_encryption(deployment)]
+    async with aiohttp.ClientSession() as session:
+        findings += await check_engines(deployment, session)
+        findings += await check_pools(deployment)
+        gateway = await check_gateway(deployment, session)
+        findings += [gateway, *await check_processes(deployment, session)]
+        if probe and not any_problem([gateway]):
+            findings.append(await check_disaggregation(deployment, session))
+    return findings
 
 
 def check_model(deployment: Deployment) -> Finding:
@@ -75,12 +103,36 @@ def check_model(deployment: Deployment) -> Finding:
     return ok("model", "; ".join(filter(None, (*described, later))))
 
 
+def check_ranks(deployment: Deployment) -> list[Finding]:
+    """Engines that can't send each other anything, by the file alone; nothing where one size divides the other."""
+    unlike = list(
+        dict.fromkeys(
+            tuple(sorted((instance, peer.member), key=lambda each: each.name))
+            for instance in deployment.instances
+            for peer in peers_of(deployment, instance)
+            if not instance.rank_grid.paired(0, peer.member.rank_grid)
+        )
+    )
+    if not unlike:
+        return []
+    one, other = unlike[0]
+    more = f" (and {len(unlike) - 1} more pairs)" if len(unlike) > 1 else ""
+    return [
+        problem(
+            "ranks",
+            f"{one.name} has tensor_parallel {one.tensor_parallel} and {other.name} {other.tensor_parallel}: neither "
+            f"divides the other, so no rank can map the other's KVCache{more}",
+            f"give them sizes in {deployment.path} of which one divides the other; until then prompts are prefilled "
+            "where they are decoded",
+        )
+    ]
+
+
 async def check_engines(deployment: Deployment, session: aiohttp.ClientSession) -> list[Finding]:
     """All checks of all engines, in the order of the file."""
-    tls = tools_identity(deployment)
-    per_engine = await asyncio.gather(
-        *(_check_engine(deployment, instance, session, tls) for instance in deployment.instances)
-    )
+    tls, ports = tools_identity(deployment), tools_ports(deployment)
+    asked = [_Engine(deployment, instance, session, tls, ports) for instance in deployment.instances]
+    per_engine = await asyncio.gather(*(engine.checked() for engine in asked))
     findings = [finding for findings, _ in per_engine for finding in findings]
     versions = {
         version
@@ -107,130 +159,123 @@ async def check_engines(deployment: Deployment, session: aiohttp.ClientSession) 
     return findings
 
 
-async def _check_engine(
-    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession, tls: TlsIdentity | None
-) -> tuple[list[Finding], str | None]:
-    subject = f"engine {instance.name}"
-    start = f"prfaas engine {deployment.path} {instance.name}"
-    address = f"{instance.host}:{instance.http_port}"
-    try:
-        https = https_options(instance, tls)
-        async with session.get(f"{instance.url}/health", timeout=_HEALTH_TIMEOUT, **https) as response:
-            status = response.status
-    except TlsFileError as error:
-        return [problem(subject, str(error), "mend the certificates first")], None
-    except aiohttp.ClientSSLError as error:
-        text = f"{address} and this machine don't agree on TLS ({error})"
-        return [problem(subject, text, _SAME_CERTIFICATES)], None
-    except aiohttp.ClientConnectorError:
-        return [problem(subject, f"nothing listens at {address}", f"start it on its machine: {start}")], None
-    except (aiohttp.ClientError, TimeoutError) as error:
-        text = f"{address} does not answer like an engine ({type(error).__name__})"
-        return [problem(subject, text, f"see what uses the port and the engine's log, then: {start}")], None
-    if status != 200:
-        text = f"{address} answers /health with {status}"
-        return [problem(subject, text, f"see its log, then start it again: {start}")], None
-    version, findings = await _check_version(deployment, instance, session, https)
-    findings.append(await _check_served(deployment, instance, session, https))
-    findings += await _check_kv_ports(deployment, instance, tls)
-    if instance.nixl_port is not None:
-        findings.append(await _check_nixl_port(deployment, instance, instance.nixl_port))
-    return findings, version
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """One engine that is asked: what each check is about, and how it would be started."""
 
+    deployment: Deployment
+    instance: Instance
+    session: aiohttp.ClientSession
+    tls: TlsIdentity | None
+    ports: KvPorts | None
 
-async def _check_version(
-    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession, https: Mapping[str, Any]
-) -> tuple[str | None, list[Finding]]:
-    subject = f"engine {instance.name}"
-    again = f"start it again: prfaas engine {deployment.path} {instance.name}"
-    try:
-        told = await get_json(session, f"{instance.url}/version", timeout_s=_TIMEOUT_S, https=https)
-        version = str(told["version"])
-        is_stand_in = version.startswith(SYNTHETIC_VERSION)
-        if is_stand_in != instance.is_stand_in:
-            wanted = "a synthetic engine" if instance.is_stand_in else "vLLM"
-            return version, [problem(subject, f"is {version}, and the file wants {wanted}", again)]
-        if is_stand_in:
-            return version, [ok(subject, f"is healthy, {version}: no model runs there")]
-    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
-        text = "is healthy but does not say which vLLM it is"
-        return None, [
-            problem(subject, text, f"see what runs at {instance.url}; it must be vLLM's OpenAI server")
-        ]
-    if _release_of(version) not in SUPPORTED_VLLM:
-        text = f"runs vLLM {version}; the connector is checked against {' and '.join(SUPPORTED_VLLM)}"
-        return version, [problem(subject, text, "install one of these there, or a newer prfaas")]
-    return version, [ok(subject, f"is healthy, vLLM {version}")]
+    @property
+    def subject(self) -> str:
+        return f"engine {self.instance.name}"
 
+    @property
+    def start(self) -> str:
+        return f"prfaas engine {self.deployment.path} {self.instance.name}"
 
-async def _check_served(
-    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession, https: Mapping[str, Any]
-) -> Finding:
-    subject = f"engine {instance.name}"
-    model = deployment.model
-    again = f"start it again with this deployment file: prfaas engine {deployment.path} {instance.name}"
-    try:
-        lengths = await served_models(session, instance.url, timeout_s=_TIMEOUT_S, https=https)
-    except (aiohttp.ClientError, TimeoutError, ValueError):
-        return problem(subject, "does not list its models", again)
-    if model.served_name not in lengths:
-        return problem(subject, f"serves {', '.join(lengths)}, not {model.served_name}", again)
-    length = lengths[model.served_name]
-    if length != model.max_model_len:
-        return problem(
-            subject, f"takes {length} tokens, not {model.max_model_len} (model.max_model_len)", again
-        )
-    return ok(subject, f"serves {model.served_name} up to {length} tokens")
-
-
-async def _check_nixl_port(deployment: Deployment, instance: Instance, port: int) -> Finding:
-    subject, address = f"NIXL port {instance.name}", f"{instance.host}:{port}"
-    try:
-        async with asyncio.timeout(_KV_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(instance.host, port)
-    except (OSError, TimeoutError):
-        start = f"prfaas engine {deployment.path} {instance.name}"
-        mend = f"open the port in firewalls, and start the engine with this deployment file: {start}"
-        return problem(subject, f"nothing answers at {address}", mend)
-    writer.close()
-    return ok(subject, f"listens at {address}")
-
-
-async def _check_kv_ports(
-    deployment: Deployment, instance: Instance, tls: TlsIdentity | None
-) -> list[Finding]:
-    try:
-        key = load_key(deployment.security.key_file)
-    except KeyFileError:
-        # Its own finding says so; without the key nothing can be asked here.
-        return []
-    per_rank = await asyncio.gather(
-        *(_check_kv_port(deployment, instance, rank, key, tls) for rank in range(instance.kv_ranks))
-    )
-    return [finding for findings in per_rank for finding in findings]
-
-
-async def _check_kv_port(
-    deployment: Deployment, instance: Instance, rank: int, key: bytes, tls: TlsIdentity | None
-) -> list[Finding]:
-    name = f"{instance.name}/{rank}"
-    subject = f"KV port {name}"
-    expected = _expected_connections(deployment, instance)
-    observer = KvPorts(TOOLS, key, tls).of_rank(instance, rank)
-    try:
-        async with asyncio.timeout(_KV_TIMEOUT_S + _SETTLE_S):
-            stats = await _settled_stats(observer, sum(expected.values()))
-    except (OSError, TimeoutError) as error:
-        return [
-            problem(
-                subject,
-                str(error) or f"{instance.host}:{instance.kv_port + rank} does not answer",
-                "open the port in firewalls, and see that both machines have the same key file and deployment file",
+    async def checked(self) -> tuple[list[Finding], str | None]:
+        """All findings, and the version of vLLM."""
+        address = f"{self.instance.host}:{self.instance.http_port}"
+        try:
+            https = https_options(self.instance, self.tls)
+            url = f"{self.instance.url}/health"
+            async with self.session.get(url, timeout=_HEALTH_TIMEOUT, **https) as response:
+                status = response.status
+        except TlsFileError as error:
+            return self._unusable(str(error), "mend the certificates first")
+        except aiohttp.ClientSSLError as error:
+            return self._unusable(
+                f"{address} and this machine don't agree on TLS ({error})", _SAME_CERTIFICATES
             )
-        ]
-    finally:
-        await observer.close()
-    return [judge_connections(subject, expected, stats), *judge_rejections(name, stats)]
+        except aiohttp.ClientConnectorError:
+            return self._unusable(f"nothing listens at {address}", f"start it on its machine: {self.start}")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            text = f"{address} does not answer like an engine ({type(error).__name__})"
+            return self._unusable(text, f"see what uses the port and the engine's log, then: {self.start}")
+        if status != 200:
+            text = f"{address} answers /health with {status}"
+            return self._unusable(text, f"see its log, then start it again: {self.start}")
+        version, finding = await self._version(https)
+        findings = [finding, await self._served(https), *await self._kv_ports()]
+        if self.instance.nixl_port is not None:
+            findings.append(await self._nixl(self.instance.nixl_port))
+        return findings, version
+
+    def _unusable(self, text: str, mend: str) -> tuple[list[Finding], None]:
+        return [problem(self.subject, text, mend)], None
+
+    async def _version(self, https: Mapping[str, Any]) -> tuple[str | None, Finding]:
+        subject, url = self.subject, self.instance.url
+        try:
+            told = await get_json(self.session, f"{url}/version", timeout_s=_TIMEOUT_S, https=https)
+            version = str(told["version"])
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+            text = "is healthy but does not say which vLLM it is"
+            return None, problem(subject, text, f"see what runs at {url}; it must be vLLM's OpenAI server")
+        is_stand_in = version.startswith(SYNTHETIC_VERSION)
+        if is_stand_in != self.instance.is_stand_in:
+            wanted = "a synthetic engine" if self.instance.is_stand_in else "vLLM"
+            text = f"is {version}, and the file wants {wanted}"
+            return version, problem(subject, text, f"start it again: {self.start}")
+        if is_stand_in:
+            return version, ok(subject, f"is healthy, {version}: no model runs there")
+        if _release_of(version) not in SUPPORTED_VLLM:
+            text = f"runs vLLM {version}; the connector is checked against {' and '.join(SUPPORTED_VLLM)}"
+            return version, problem(subject, text, "install one of these there, or a newer prfaas")
+        return version, ok(subject, f"is healthy, vLLM {version}")
+
+    async def _served(self, https: Mapping[str, Any]) -> Finding:
+        model = self.deployment.model
+        again = f"start it again with this deployment file: {self.start}"
+        try:
+            lengths = await served_models(self.session, self.instance.url, timeout_s=_TIMEOUT_S, https=https)
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return problem(self.subject, "does not list its models", again)
+        if model.served_name not in lengths:
+            return problem(self.subject, f"serves {', '.join(lengths)}, not {model.served_name}", again)
+        length = lengths[model.served_name]
+        if length != model.max_model_len:
+            text = f"takes {length} tokens, not {model.max_model_len} (model.max_model_len)"
+            return problem(self.subject, text, again)
+        return ok(self.subject, f"serves {model.served_name} up to {length} tokens")
+
+    async def _nixl(self, port: int) -> Finding:
+        subject, address = f"NIXL port {self.instance.name}", f"{self.instance.host}:{port}"
+        try:
+            async with asyncio.timeout(_KV_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(self.instance.host, port)
+        except (OSError, TimeoutError):
+            mend = f"open the port in firewalls, and start the engine with this deployment file: {self.start}"
+            return problem(subject, f"nothing answers at {address}", mend)
+        writer.close()
+        return ok(subject, f"listens at {address}")
+
+    async def _kv_ports(self) -> list[Finding]:
+        if self.ports is None:
+            return []
+        observers = self.ports.of_ranks(self.instance)
+        per_rank = await asyncio.gather(*(self._kv_port(rank, each) for rank, each in enumerate(observers)))
+        return [finding for findings in per_rank for finding in findings]
+
+    async def _kv_port(self, rank: int, observer: Observer) -> list[Finding]:
+        name = f"{self.instance.name}/{rank}"
+        # On-demand connections come with the first transfer.
+        sources = [each for each in sources_of(self.deployment, self.instance) if not each.path.on_demand]
+        expected = {source.member.name: source.path.connections for source in sources}
+        try:
+            async with asyncio.timeout(_KV_TIMEOUT_S + _SETTLE_S):
+                stats = await _settled_stats(observer, sum(expected.values()))
+        except (OSError, TimeoutError) as error:
+            text = str(error) or f"{self.instance.host}:{self.instance.kv_port + rank} does not answer"
+            mend = "open the port in firewalls, and see that both machines have the same key file and deployment file"
+            return [problem(f"KV port {name}", text, mend)]
+        finally:
+            await observer.close()
+        return [judge_connections(f"KV port {name}", expected, stats), *judge_rejections(name, stats)]
 
 
 def judge_connections(subject: str, expected: Mapping[str, int], stats: Mapping[str, Any]) -> Finding:
@@ -257,15 +302,6 @@ def judge_rejections(name: str, stats: Mapping[str, Any]) -> list[Finding]:
         )
         for peer, sentence in stats["sender"].get("rejected", {}).items()
     ]
-
-
-def _expected_connections(deployment: Deployment, instance: Instance) -> dict[str, int]:
-    return {
-        source.member.name: source.path.connections
-        for source in sources_of(deployment, instance)
-        # On-demand connections come with the first transfer.
-        if not source.path.on_demand
-    }
 
 
 async def _settled_stats(observer: Observer, expected: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """An OpenAI-compatible server as the tools ask it: JSON in, JSON out, and the models that it serves."""
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -27,6 +27,19 @@ class AnswerError(ValueError):
 def base_url(url: str) -> str:
     """A server's URL as users write it, without "/v1" and a slash at its end."""
     return url.rstrip("/").removesuffix("/v1")
+
+
+def greedy_body(model: str, prompt: str | Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    """A completion that leaves nothing to chance: of exactly so many tokens, with their ids; `more` fields beside."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
 
 
 async def get_json(

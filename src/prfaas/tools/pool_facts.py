@@ -7,55 +7,41 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment import TOOLS, Deployment, PoolNode
+from prfaas.core.deployment import Deployment, PoolNode
 from prfaas.core.units import format_bytes
 from prfaas.serving.engines.preparation import port_problem
 from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.pool.daemon import arena_path
-from prfaas.serving.secret_files import KeyFileError
-from prfaas.serving.transport.ticket import load_key
-from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.tools.finding import Finding, ok, problem
-from prfaas.tools.security_facts import tools_identity
+from prfaas.tools.security_facts import reported, tools_ports
 
 _TIMEOUT_S = 6.0
 
 
 async def check_pools(deployment: Deployment) -> list[Finding]:
     """All checks of all pools, in the order of the file."""
-    try:
-        key = load_key(deployment.security.key_file)
-    except KeyFileError:
-        # Its own finding says so; without the key no pool can be asked.
-        key = None
-    tls = tools_identity(deployment)
-    reported = await asyncio.gather(*(_figures(node, key, tls) for node in deployment.pools))
+    ports = tools_ports(deployment)
+    answers = await asyncio.gather(*(_figures(node, ports) for node in deployment.pools))
     findings = []
-    for node, figures in zip(deployment.pools, reported, strict=True):
+    for node, figures in zip(deployment.pools, answers, strict=True):
         if isinstance(figures, str):
             findings.append(_silent(deployment, node, figures))
         else:
             findings += _judged(deployment, node, figures)
         if _is_here(node):
             findings += check_room(deployment, node, is_running=not isinstance(figures, str))
-    return findings + _compared(
-        {node.name: each for node, each in zip(deployment.pools, reported, strict=True)}
-    )
+    return findings + _compared(dict(zip((node.name for node in deployment.pools), answers, strict=True)))
 
 
-async def _figures(node: PoolNode, key: bytes | None, tls: TlsIdentity | None) -> Mapping[str, Any] | str:
+async def _figures(node: PoolNode, ports: KvPorts | None) -> Mapping[str, Any] | str:
     """The figures that a pool reports at its KV port, or why it does not."""
-    if key is None:
+    if ports is None:
         return "can't be asked without the key"
-    observer = KvPorts(TOOLS, key, tls).of_pool(node)
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            stats = await observer.stats()
+        stats = await reported(ports.of_pool(node), _TIMEOUT_S)
         return dict(stats.get("pool", {}).get("store", {}))
     except (OSError, TimeoutError) as error:
         return str(error) or f"{node.host}:{node.kv_port} does not answer"
-    finally:
-        await observer.close()
 
 
 def _silent(deployment: Deployment, node: PoolNode, why: str) -> Finding:
@@ -89,11 +75,11 @@ def _judged(deployment: Deployment, node: PoolNode, figures: Mapping[str, Any]) 
     return findings
 
 
-def _compared(reported: Mapping[str, Mapping[str, Any] | str]) -> list[Finding]:
+def _compared(answers: Mapping[str, Mapping[str, Any] | str]) -> list[Finding]:
     """Pools exchange pages only where they hold the same model."""
     fingerprints = {
         name: str(figures["fingerprint"])
-        for name, figures in reported.items()
+        for name, figures in answers.items()
         if not isinstance(figures, str) and "fingerprint" in figures
     }
     if len(set(fingerprints.values())) < 2:

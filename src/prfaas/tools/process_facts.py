@@ -13,16 +13,14 @@ from typing import Any
 import aiohttp
 
 from prfaas import __version__
-from prfaas.core.deployment import TOOLS, Deployment, Instance
+from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.certificates import https_options
 from prfaas.serving.gateway import GatewayOptions
 from prfaas.serving.kv_ports import KvPorts
-from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError, load_token
-from prfaas.serving.transport.ticket import load_key
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.secret_files import AdminTokenError, TlsFileError, load_token
 from prfaas.tools.finding import Finding, ok, problem
 from prfaas.tools.http_client import get_json
-from prfaas.tools.security_facts import tools_identity
+from prfaas.tools.security_facts import reported, tools_identity, tools_ports
 
 _TIMEOUT_S = 6.0
 _TIMEOUT = aiohttp.ClientTimeout(total=_TIMEOUT_S)
@@ -53,10 +51,10 @@ class ProcessFacts:
 async def check_processes(deployment: Deployment, session: aiohttp.ClientSession) -> list[Finding]:
     """Clocks, file descriptors and versions of prfaas, of all that answer."""
 
-    tls = tools_identity(deployment)
+    tls, ports = tools_identity(deployment), tools_ports(deployment)
 
     async def engine_facts(instance: Instance) -> ProcessFacts:
-        version = await _plugin_version(deployment, instance, tls)
+        version = await _plugin_version(ports, instance)
         name = f"engine {instance.name}"
         try:
             https = https_options(instance, tls)
@@ -89,21 +87,14 @@ async def _gateway_facts(deployment: Deployment, session: aiohttp.ClientSession)
     return facts
 
 
-async def _plugin_version(deployment: Deployment, instance: Instance, tls: TlsIdentity | None) -> str | None:
+async def _plugin_version(ports: KvPorts | None, instance: Instance) -> str | None:
     """The prfaas that an engine runs, by its KV port; None where that does not report it."""
-    try:
-        key = load_key(deployment.security.key_file)
-    except KeyFileError:
+    if ports is None:
         return None
-    observer = KvPorts(TOOLS, key, tls).of_rank(instance, 0)
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            version = (await observer.stats()).get("version")
-    except (OSError, TimeoutError):
-        return None
-    finally:
-        await observer.close()
-    return None if version is None else str(version)
+    with suppress(OSError, TimeoutError):
+        version = (await reported(ports.of_rank(instance, 0), _TIMEOUT_S)).get("version")
+        return None if version is None else str(version)
+    return None
 
 
 async def process_facts(

@@ -1,9 +1,14 @@
 """The deployment's key and certificates on this machine, as `prfaas doctor` judges them."""
 
+import asyncio
+from typing import Any
+
 from prfaas.core.deployment import TOOLS, Deployment
 from prfaas.serving.certificates import CertificateFolder, identity_of
 from prfaas.serving.engines.preparation import is_on_one_machine
+from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.tools.finding import Finding, ok, problem
@@ -78,3 +83,20 @@ def tools_identity(deployment: Deployment) -> TlsIdentity | None:
         return identity_of(deployment, TOOLS)
     except TlsFileError:
         return None
+
+
+def tools_ports(deployment: Deployment) -> KvPorts | None:
+    """KV ports as tools ask them from this machine; None without the key, of which `check_key` tells."""
+    try:
+        return KvPorts(TOOLS, load_key(deployment.security.key_file), tools_identity(deployment))
+    except KeyFileError:
+        return None
+
+
+async def reported(observer: Observer, timeout_s: float) -> dict[str, Any]:
+    """What a KV port says of itself, once. Raises OSError and TimeoutError."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await observer.stats()
+    finally:
+        await observer.close()

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.tools.demo.answers import on_one_line
+from prfaas.tools.demo.display import on_one_line
 
 
 @given(st.text())

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from prfaas.tools.demo.client import RequestFailedError, stream_completion
-from prfaas.tools.demo.reference import ReferenceFailedError, complete_alike
+from prfaas.tools.demo.reference import complete_alike
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -129,7 +129,7 @@ def test_the_reference_of_an_answer_for_which_nothing_moved_is_not_split() -> No
 
 
 def test_a_reference_that_did_not_force_the_token_is_refused() -> None:
-    with pytest.raises(ReferenceFailedError, match=r"must answer with tokens \[12\]"):
+    with pytest.raises(RequestFailedError, match=r"must answer with tokens \[12\]"):
         _ask(
             _plain_engine([4, 5, 6], []),
             lambda session, url: complete_alike(session, url, "m", "prompt", 2),

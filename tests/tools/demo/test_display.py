@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from prfaas.cli.demo import print_outcome
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv.hf_config import model_from_config
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, tiny_config
 from prfaas.tools.demo.client import DemoAnswer
-from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps
-from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
+from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps, print_outcome
+from prfaas.tools.demo.outcome import ActAnswers, DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import demo_prompts
 from prfaas.tools.demo.reference import ReferenceAnswer
-from prfaas.tools.demo.second_act import PooledAnswer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 ANSWER = tuple(range(64))
@@ -49,11 +47,10 @@ def widest_outcome(deployment: Deployment, model: str) -> DemoOutcome:
     references = tuple(
         ReferenceAnswer(ANSWER, tuple({t: 12.5, 99: 0.5} for t in ANSWER), 0.1234) for _ in prompts
     )
-    pooled = tuple(PooledAnswer(replace(answer, token_ids=ANSWER), 31_744) for answer in answers)
+    again = [replace(answer, token_ids=ANSWER, pool_tokens=31_744) for answer in answers]
     kv_model = model_from_config(tiny_config(model), name=model)
-    firsts = tuple(answers)
     return outcome_of(
-        deployment, kv_model, prompts, firsts, references, pooled, (references[0],) * len(prompts)
+        deployment, kv_model, prompts, ActAnswers(answers, references), ActAnswers(again, references)
     )
 
 

@@ -3,19 +3,24 @@
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from prfaas.core.deployment import load_deployment
 from prfaas.core.kv.hf_config import model_from_config
 from prfaas.core.kv.model import KvModel
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.compare import Equality, Pages
+from prfaas.tools.demo.display import second_closing, second_table
+from prfaas.tools.demo.outcome import ActAnswers, SecondAct, outcome_of
+from prfaas.tools.demo.prompts import DemoPrompt
 from prfaas.tools.demo.reference import ReferenceAnswer
-from prfaas.tools.demo.second_act import PooledAnswer, SecondAct, second_act, second_closing, second_table
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 ANSWER = tuple(range(8))
 PAGES = Pages(256, 256)
 TOKENS, HELD = 16_000, 15_872
@@ -29,20 +34,26 @@ def kv_model() -> KvModel:
 def answer(kv_model: KvModel, cached: int, ttft_s: float) -> DemoAnswer:
     moved = PAGES.bytes_to_move(kv_model, TOKENS - 1, cached)
     route = RouteHeader("offload", "east-prefill-0", "home-decode-0", cached_tokens=cached, kv_bytes=moved)
-    return DemoAnswer(ANSWER, "x" * 8, TOKENS, route, ttft_s, 60.0)
+    return DemoAnswer(ANSWER, "x" * 8, TOKENS, route, ttft_s, 60.0, pool_tokens=2 * HELD)
 
 
 def reference(margin_nats: float = 1.0) -> ReferenceAnswer:
     return ReferenceAnswer(ANSWER, tuple({t: 12.5, 99: 12.5 - margin_nats} for t in ANSWER))
 
 
-def act_of(kv_model: KvModel, seconds: list[DemoAnswer], margin_nats: float = 1.0) -> SecondAct:
+def act_of(
+    kv_model: KvModel,
+    seconds: list[DemoAnswer],
+    margin_nats: float = 1.0,
+    plain: ReferenceAnswer | None = None,
+) -> SecondAct:
     count = len(seconds)
-    firsts = [answer(kv_model, 0, 4.0)] * count
-    pooled = [PooledAnswer(each, 2 * HELD) for each in seconds]
-    return second_act(
-        kv_model, PAGES, ["the longest"] * count, firsts, pooled, [reference(margin_nats)] * count
-    )
+    prompts = [DemoPrompt("the longest", "")] * count
+    references = [plain or reference(margin_nats)] * count
+    first = ActAnswers([answer(kv_model, 0, 4.0)] * count, [reference()] * count)
+    outcome = outcome_of(load_deployment(EXAMPLE), kv_model, prompts, first, ActAnswers(seconds, references))
+    assert outcome.pages == PAGES and outcome.second is not None
+    return outcome.second
 
 
 def test_only_states_and_the_tail_cross_again(kv_model: KvModel) -> None:
@@ -84,8 +95,7 @@ def test_other_tokens_are_a_tie_or_wrong(kv_model: KvModel, margin_nats: float, 
 def test_another_split_is_compared_with_an_engine_that_splits_alike(kv_model: KvModel) -> None:
     split = replace(answer(kv_model, HELD, 0.5), token_ids=(*ANSWER[:5], 98, *ANSWER[6:]))
     plain = ReferenceAnswer(split.token_ids, ({},) * len(ANSWER))
-    firsts, pooled = [answer(kv_model, 0, 4.0)], [PooledAnswer(split, HELD)]
-    act = second_act(kv_model, PAGES, ["x"], firsts, pooled, [plain])
+    act = act_of(kv_model, [split], plain=plain)
     assert act.all_equal
     assert (act.rows[0].first_difference, act.rows[0].comparison.equality) == (5, Equality.EXACT)
 

@@ -9,8 +9,8 @@ from aiohttp import web
 from tests.ports import free_ports
 
 from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.tools.demo.line import prefill_speed, warm_text, warm_up
 from prfaas.tools.demo.prompts import demo_prompts
-from prfaas.tools.demo.warm_up import prefill_speed, warm_text, warm_up
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 

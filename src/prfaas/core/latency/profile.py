@@ -263,6 +263,13 @@ class DecodeCurve:
     evidence: Evidence = field(default_factory=Evidence)
     """How the steps are known."""
 
+    @classmethod
+    def through_points(cls, points: Points, context_tokens: int, evidence: Evidence) -> "DecodeCurve | None":
+        """The curve through steps of some batches; None without any."""
+        if not points:
+            return None
+        return cls(Curve.through_points(points, "linear"), float(context_tokens), evidence=evidence)
+
 
 @dataclass(frozen=True, slots=True)
 class LatencyProfile:

@@ -1,17 +1,14 @@
-"""A recorded trace, planned for on a deployment."""
+"""Traffic of a simulation: made up, or a recorded trace that is planned for on a deployment."""
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import PlanProblem, best_operation, problem_of, problem_of_trace, range_tokens
-from prfaas.core.workload.arrivals import Arrivals, Poisson
+from prfaas.core.workload.arrivals import arrivals_at
 from prfaas.core.workload.empirical import fixed
-from prfaas.core.workload.requests import RequestTrace, read_requests
-from prfaas.core.workload.trace_columns import TraceColumns
-from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic, Traffic
+from prfaas.core.workload.lengths import WorkloadError
+from prfaas.core.workload.requests import RequestTrace
+from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic
 from prfaas.lab.simulator.prefix_caches import CacheOptions
 
 CACHE_BYTES = 64 << 30
@@ -58,40 +55,37 @@ def caches_for(
     return CacheOptions.of_memory(deployment.kv_model, kept) if kept else None
 
 
-def traffic_for(
-    deployment: PlannedDeployment,
-    load: float | None,
-    requests_per_s: float | None,
-    trace: Path | str | None,
-    columns: Mapping[str, str] | None,
-    form: str | None = None,
-    arrivals_at: Callable[[float], Arrivals] | None = None,
-) -> Traffic:
-    """A trace or made-up prompts, at a rate, or at a load (0.7) of what the planner finds for them.
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """What arrives at a deployment: made-up prompts of its file's lengths, or a recorded trace."""
 
-    `arrivals_at`: those of made-up prompts at a mean rate; None: Poisson.
+    problem: PlanProblem
+    recording: Recording | None = None
 
-    Raises:
-        ValueError: both a load and a rate, a rate of 0 or less, or a trace that is to have other arrivals.
-        WorkloadError: a trace that can't be read.
-    """
-    if load is not None and requests_per_s is not None:
-        raise ValueError("give a load or requests_per_s, not both")
-    problem = problem_of(deployment)
-    named = None if columns is None else TraceColumns.of(columns)
-    recorded = None if trace is None else read_requests(Path(trace), form, named)
-    recording = None if recorded is None else Recording.of(deployment, problem, recorded)
-    rate = requests_per_s
-    if rate is None:
-        most_rps = best_operation(problem).lambda_max if recording is None else recording.lambda_max_rps
-        rate = (0.7 if load is None else load) * most_rps
-    if not (math.isfinite(rate) and rate > 0):
-        raise ValueError(f"requests must arrive at a rate above 0, not {rate:g} per second")
-    if recording is not None:
-        if arrivals_at is not None:
-            raise ValueError("bursts, day and night are of made-up arrivals; a trace has its own")
-        return recording.at_rate(rate)
-    workload = problem.workload
-    return IndependentTraffic(
-        (arrivals_at or Poisson)(rate), workload.uncached, fixed(workload.output_tokens)
-    )
+    @classmethod
+    def of(cls, deployment: PlannedDeployment, trace: RequestTrace | None) -> "Arriving":
+        """`trace`: None: made-up prompts."""
+        problem = problem_of(deployment)
+        return cls(problem, None if trace is None else Recording.of(deployment, problem, trace))
+
+    @property
+    def lambda_max_rps(self) -> float:
+        """The highest throughput that the planner finds for it, of which a load is a share."""
+        recording = self.recording
+        return best_operation(self.problem).lambda_max if recording is None else recording.lambda_max_rps
+
+    def at_rate(
+        self, rate_rps: float, *, bursts: bool = False, diurnal: tuple[float, float] | None = None
+    ) -> IndependentTraffic | ReplayedTraffic:
+        """The traffic at a mean rate; made-up requests come as `arrivals_at` has them.
+
+        Raises:
+            WorkloadError: as `arrivals_at`, a trace that is to have other arrivals, or one without a rate.
+        """
+        if self.recording is None:
+            workload = self.problem.workload
+            arrivals = arrivals_at(rate_rps, bursts=bursts, diurnal=diurnal)
+            return IndependentTraffic(arrivals, workload.uncached, fixed(workload.output_tokens))
+        if bursts or diurnal is not None:
+            raise WorkloadError("bursts, day and night are of made-up arrivals; a trace has its own")
+        return self.recording.at_rate(rate_rps)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -54,6 +55,11 @@ class EngineCommand:
     """Its secrets are added too, but only when the process is started."""
     is_forkable: bool = False
     """A process that has imported vLLM may fork in place of starting it: see `template.py`."""
+
+    @property
+    def shell(self) -> str:
+        """The same for a shell, without secrets."""
+        return shlex.join(["env", *(f"{key}={value}" for key, value in self.env.items()), *self.argv])
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """`base` (default: this process's environment) with `env` laid over it, and the headers for traces.

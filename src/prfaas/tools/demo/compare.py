@@ -61,14 +61,6 @@ def find_pages(model: KvModel, transfers: Sequence[MovedPages]) -> Pages | None:
     return None
 
 
-def expected_bytes(
-    model: KvModel, pages: Pages | None, num_tokens: int, skip_tokens: int
-) -> tuple[int, int | None]:
-    """What must move by the model's configuration, to the token and in whole pages; None: those are not known."""
-    exact_bytes = model.bytes_to_move(num_tokens, skip_tokens)
-    return exact_bytes, pages.bytes_to_move(model, num_tokens, skip_tokens) if pages is not None else None
-
-
 _SIGNIFICAND_BITS = 8
 # At most one answer in six may end in a tie, and none may differ for another reason.
 _EXACT_OF = (5, 6)

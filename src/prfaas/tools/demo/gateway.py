@@ -30,7 +30,15 @@ class DemoGateway:
 
     async def unless_ended(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Raises DemoError, and gives it up, when the gateway ends."""
-        return await _unless_ended(self.task, work)
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({self.task, task}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise DemoError(f"the gateway ended: {self.task.exception()!r}")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -55,7 +63,7 @@ async def demo_gateway(deployment: Deployment) -> AsyncIterator[DemoGateway]:
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve_live(replace(deployment, gateway=config), ready=bound.set_result))
     try:
-        bound_port = await _unless_ended(task, _within(bound, _START_S))
+        bound_port = await DemoGateway("", task).unless_ended(_within(bound, _START_S))
         yield DemoGateway(f"http://{_HOST}:{bound_port}", task)
     finally:
         task.cancel()
@@ -67,15 +75,3 @@ async def _within(future: "asyncio.Future[int]", timeout_s: float) -> int:
         return await asyncio.wait_for(future, timeout_s)
     except TimeoutError:
         raise DemoError(f"the demo's gateway did not listen within {timeout_s:.0f} s") from None
-
-
-async def _unless_ended(gateway: "asyncio.Task[None]", work: Coroutine[Any, Any, T]) -> T:
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait({gateway, task}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise DemoError(f"the gateway ended: {gateway.exception()!r}")
-        return task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

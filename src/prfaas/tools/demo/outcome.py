@@ -1,37 +1,28 @@
-"""Findings of the demo: one row per prompt, and a conclusion.
-
-The demo's findings for people.
-"""
+"""Findings of the demo: a row per prompt and act, and what they say together."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
 from prfaas.core.deployment import Deployment
-from prfaas.core.kv.hf_config import model_from_config
 from prfaas.core.kv.model import KvModel
-from prfaas.core.units import format_bits_per_s, format_bytes, format_s, transfer_s
-from prfaas.serving.engines.tiny import tiny_config
+from prfaas.core.units import transfer_s
 from prfaas.tools.demo.client import DemoAnswer
-from prfaas.tools.demo.compare import (
-    Comparison,
-    Equality,
-    MovedPages,
-    Pages,
-    are_equal,
-    compare,
-    expected_bytes,
-    find_pages,
-)
-from prfaas.tools.demo.display import demo_table
-from prfaas.tools.demo.line import USED_SHARE, DemoLine
-from prfaas.tools.demo.prompts import LONGEST_TOKENS, DemoPrompt
+from prfaas.tools.demo.compare import Comparison, Equality, Pages, are_equal, compare, find_pages
+from prfaas.tools.demo.line import DemoLine
+from prfaas.tools.demo.prompts import DemoPrompt
 from prfaas.tools.demo.reference import ReferenceAnswer
-from prfaas.tools.demo.second_act import PooledAnswer, SecondAct, second_act
 
 _PROMPT_END_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class ActAnswers:
+    """All prompts once: the answers through the gateway, and the plain engine's that each is compared with."""
+
+    answers: Sequence[DemoAnswer]
+    references: Sequence[ReferenceAnswer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +48,12 @@ class Row:
     def is_explained(self) -> bool:
         """True if the moved bytes are exactly what `kvmodel` says, or that in whole pages."""
         return self.answer.route.kv_bytes in (self.exact_bytes, self.paged_bytes)
+
+    @property
+    def crossed_bytes(self) -> int:
+        """KVCache that crossed the link between the clusters."""
+        route = self.answer.route
+        return route.kv_bytes if route.route == "offload" else 0
 
     def to_json(self) -> dict[str, Any]:
         """The row for `prfaas demo --json`; bytes, seconds, tokens per second, nats."""
@@ -84,6 +81,75 @@ class Row:
             "prefill": route.prefill,
             "decode": route.decode,
             "fallback": route.fallback,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """One prompt of the second act: asked before all engines were killed and started again, and after."""
+
+    first: Row
+    second: Row
+
+    @property
+    def first_difference(self) -> int | None:
+        """From which token on the two answers differ; None: they are the same."""
+        pairs = enumerate(zip(self.first.answer.token_ids, self.second.answer.token_ids, strict=True))
+        return next((position for position, (a, b) in pairs if a != b), None)
+
+    @property
+    def comparison(self) -> Comparison:
+        """With the plain engine's answer from its own cache, split alike; exact where the first act's is the same."""
+        return Comparison(Equality.EXACT) if self.first_difference is None else self.second.comparison
+
+    @property
+    def is_explained(self) -> bool:
+        """The bytes that moved the second time are what `kvmodel` says, to the token or in whole pages, or none."""
+        return self.second.answer.route.kv_bytes == 0 or self.second.is_explained
+
+    def to_json(self) -> dict[str, Any]:
+        """The row for `prfaas demo --json`; bytes, seconds, tokens."""
+        row = self.second.to_json()
+        same = ("prompt", "prompt_tokens", "cached_tokens", "route", "fallback", "ttft_s", "kv_bytes")
+        return {key: row[key] for key in same} | {
+            "pool_tokens": self.second.answer.pool_tokens,
+            "first_ttft_s": self.first.answer.ttft_s,
+            "first_kv_bytes": self.first.answer.route.kv_bytes,
+            "bytes_explained": self.is_explained,
+            "equal_to_first": self.first_difference is None,
+            "first_difference": self.first_difference,
+            "equal_to_local": str(self.comparison.equality),
+            "margin_nats": self.comparison.margin_nats,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SecondAct:
+    """All prompts again; the pools, which were not killed, still have their prefixes."""
+
+    rows: tuple[Repetition, ...]
+
+    @property
+    def all_equal(self) -> bool:
+        """No answer differs by more than a tie from plain vLLM's after a hit, and at least five of six are exact."""
+        return are_equal([row.comparison for row in self.rows])
+
+    @property
+    def crossed_bytes(self) -> tuple[int, int]:
+        """KVCache that crossed the link between the clusters, in the first act and in this one."""
+        return sum(row.first.crossed_bytes for row in self.rows), sum(
+            row.second.crossed_bytes for row in self.rows
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Its part of the document that `prfaas demo --json` writes."""
+        before, now = self.crossed_bytes
+        return {
+            "requests": [row.to_json() for row in self.rows],
+            "first_crossed_bytes": before,
+            "crossed_bytes": now,
+            "all_bytes_explained": all(row.is_explained for row in self.rows),
+            "all_equal": self.all_equal,
         }
 
 
@@ -134,43 +200,36 @@ class DemoOutcome:
 def outcome_of(
     deployment: Deployment,
     kv_model: KvModel,
-    prompts: tuple[DemoPrompt, ...],
-    answers: tuple[DemoAnswer, ...],
-    references: tuple[ReferenceAnswer, ...],
-    seconds: tuple[PooledAnswer, ...] = (),
-    repeated: tuple[ReferenceAnswer, ...] = (),
+    prompts: Sequence[DemoPrompt],
+    first: ActAnswers,
+    second: ActAnswers | None = None,
+    *,
     line: DemoLine | None = None,
 ) -> DemoOutcome:
-    """Puts together what was measured; the sequences are in the same order.
-
-    Without `seconds` there was no second act; `repeated` are the plain engine's answers to compare these with.
-    """
-    # The decode engine computes the last prompt token itself, so the KV of all but that one moves.
-    transfers = [
-        MovedPages(answer.prompt_tokens - 1, answer.route.cached_tokens, answer.route.kv_bytes)
-        for answer in answers
-        if answer.route.kv_bytes > 0
-    ]
+    """Puts together what was measured; the acts are in the order of the prompts. `second`: after a restart, if any."""
+    transfers = [answer.moved for answer in first.answers if answer.route.kv_bytes > 0]
     pages = find_pages(kv_model, transfers) if transfers else None
-    rows = []
-    for prompt, answer, reference in zip(prompts, answers, references, strict=True):
-        num_tokens, skip_tokens = answer.prompt_tokens - 1, answer.route.cached_tokens
-        exact_bytes, paged_bytes = expected_bytes(kv_model, pages, num_tokens, skip_tokens)
-        rows.append(
-            Row(
-                label=prompt.label,
-                answer=answer,
-                comparison=compare(answer.token_ids, reference.token_ids, reference.top_logits),
-                plain_ttft_s=reference.ttft_s,
-                exact_bytes=exact_bytes,
-                paged_bytes=paged_bytes,
-                link_s=_link_s(deployment, answer),
-                prompt_end=prompt.text[-_PROMPT_END_CHARS:],
-            )
+
+    def row(prompt: DemoPrompt, answer: DemoAnswer, reference: ReferenceAnswer) -> Row:
+        moved = answer.moved
+        asked = moved.num_tokens, moved.skip_tokens
+        return Row(
+            label=prompt.label,
+            answer=answer,
+            comparison=compare(answer.token_ids, reference.token_ids, reference.top_logits),
+            plain_ttft_s=reference.ttft_s,
+            exact_bytes=kv_model.bytes_to_move(*asked),
+            paged_bytes=None if pages is None else pages.bytes_to_move(kv_model, *asked),
+            link_s=_link_s(deployment, answer),
+            prompt_end=prompt.text[-_PROMPT_END_CHARS:],
         )
-    labels = [prompt.label for prompt in prompts]
-    second = second_act(kv_model, pages, labels, answers, seconds, repeated) if seconds else None
-    return DemoOutcome(deployment, kv_model, pages, tuple(rows), second, line=line)
+
+    rows, again = (
+        tuple(row(*each) for each in zip(prompts, act.answers, act.references, strict=True)) if act else ()
+        for act in (first, second)
+    )
+    repeated = None if second is None else SecondAct(tuple(map(Repetition, rows, again)))
+    return DemoOutcome(deployment, kv_model, pages, rows, repeated, line=line)
 
 
 def _link_s(deployment: Deployment, answer: DemoAnswer) -> float | None:
@@ -181,137 +240,3 @@ def _link_s(deployment: Deployment, answer: DemoAnswer) -> float | None:
     target = deployment.instance(route.decode).cluster
     link = deployment.link(source, target)
     return transfer_s(route.kv_bytes, link.bandwidth_bits_per_s) if link else None
-
-
-_HYBRID = "qwen3-next"
-# That a line must carry at least, or it is no use to build a cluster at its other end.
-_FEWEST_INSTANCES = 4
-
-
-def outcome_table(outcome: DemoOutcome) -> Table:
-    """One line per prompt, in the order in which they were sent."""
-    table = demo_table(outcome.kv_model.describe())
-    table.add_column("prompt")
-    for heading in ("tokens", "cached"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("route")
-    for heading in ("TTFT", "plain\nvLLM's", "KV bytes\nmoved", "hidden"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("kvmodel\nsays", no_wrap=True)
-    table.add_column("equal", no_wrap=True)
-    for row in outcome.rows:
-        table.add_row(*_cells(row))
-    return table
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    answer, route = row.answer, row.answer.route
-    return (
-        row.label,
-        f"{answer.prompt_tokens:,}",
-        f"{route.cached_tokens:,}",
-        f"{route.route} ({route.fallback})" if route.fallback else route.route,
-        format_s(answer.ttft_s),
-        "-" if row.plain_ttft_s is None else format_s(row.plain_ttft_s),
-        f"{route.kv_bytes:,}",
-        "-" if route.hidden_fraction is None else f"{route.hidden_fraction:.0%}",
-        _explanation(row),
-        row.comparison.equality.styled(row.comparison.equality),
-    )
-
-
-def _explanation(row: Row) -> str:
-    """How the moved bytes follow from the model's configuration."""
-    moved_bytes = row.answer.route.kv_bytes
-    if moved_bytes == 0:
-        return "-"
-    if moved_bytes == row.exact_bytes:
-        return "the same"
-    if moved_bytes == row.paged_bytes:
-        return "in pages"
-    return f"[bold red]{row.exact_bytes:,}[/]"
-
-
-def _difference(row: Row) -> str:
-    comparison = row.comparison
-    margin = "not among the likeliest"
-    if comparison.margin_nats is not None and comparison.bound_nats is not None:
-        margin = f"{comparison.margin_nats:.3f} nat, bound {comparison.bound_nats:.3f}"
-    return f"{row.label}: {comparison.equality} at token {comparison.position} ({margin})."
-
-
-def footnotes(outcome: DemoOutcome) -> list[str]:
-    """Sentences that explain the columns."""
-    notes = [] if outcome.line is None else [outcome.line.sentence()]
-    notes += [
-        "cached: tokens that the decode engine already held, so that their KV did not move again. hidden: share of "
-        "the bytes that had arrived when the prefill ended.",
-        "plain vLLM's TTFT: one engine that has this machine to itself, by its own metric.",
-        "equal: the greedy answer against that engine with the same split of the prompt. A tie is a first difference "
-        "between two tokens whose reference logits are at most two steps of bf16 apart, at their own magnitude (from 8 "
-        "to 16 a step is 0.0625 nat, from 16 to 32 it is 0.125): each may be rounded one step off.",
-    ]
-    notes += [_difference(row) for row in outcome.rows if row.comparison.position is not None]
-    if outcome.pages is not None:
-        pages = outcome.pages
-        sizes = f"{pages.full_tokens} tokens"
-        if pages.window_tokens != pages.full_tokens:
-            sizes += f" (full attention) and {pages.window_tokens} tokens (sliding window)"
-        notes.append(
-            f"kvmodel: the bytes that the model's configuration gives. In pages: engines move whole pages of {sizes}, "
-            "and with that it gives every row's bytes exactly."
-        )
-    else:
-        notes.append("kvmodel: no page size of the engine explains the moved bytes of all rows.")
-    return notes
-
-
-def closing(outcome: DemoOutcome) -> str:
-    """The conclusion in one or two sentences."""
-    rows = outcome.rows
-    offloaded = [row for row in rows if row.answer.route.route == "offload"]
-    equal = f"{outcome.count(Equality.EXACT)} of {len(rows)} answers are equal to plain vLLM's token by token"
-    if outcome.count(Equality.TIE):
-        equal += f", {outcome.count(Equality.TIE)} up to a tie"
-    if outcome.count(Equality.NO):
-        equal += f", {outcome.count(Equality.NO)} not"
-    if not offloaded:
-        return f"No prompt was prefilled in another cluster; {equal}."
-    longest = max(offloaded, key=lambda row: row.answer.prompt_tokens)
-    crossed_bytes = sum(row.answer.route.kv_bytes for row in offloaded)
-    shown = (
-        f"{len(offloaded)} of {len(rows)} prompts, those over {outcome.deployment.routing.threshold_tokens:,} uncached "
-        f"tokens, were prefilled in another cluster and decoded at home; {format_bytes(crossed_bytes)} of KVCache "
-        f"crossed the link, {longest.answer.route.hidden_fraction or 0:.0%} of the longest prompt's while it was still "
-        f"being prefilled. {_first_tokens(longest)}{equal}."
-    )
-    return (
-        shown
-        if outcome.kv_model.is_hybrid or outcome.line is None
-        else f"{shown} {_dense(outcome, outcome.line)}"
-    )
-
-
-def _first_tokens(row: Row) -> str:
-    """One prompt's time to the first token beside plain vLLM's."""
-    if row.plain_ttft_s is None:
-        return ""
-    return (
-        f"Its first token came after {format_s(row.answer.ttft_s)}; plain vLLM's, with this machine to itself, after "
-        f"{format_s(row.plain_ttft_s)}: both clusters share the cores of this one, so nothing can be gained here. "
-    )
-
-
-def _dense(outcome: DemoOutcome, line: DemoLine) -> str:
-    """Why a model whose layers all keep every token should prefill at home."""
-    model, hybrid = outcome.kv_model, model_from_config(tiny_config(_HYBRID), name=_HYBRID)
-    narrow = DemoLine.of(hybrid, line.speed)
-    share = narrow.used_share(model, LONGEST_TOKENS)
-    instances = 1 / share
-    judgement = "it should stay home" if instances < _FEWEST_INSTANCES else "such a line can carry it"
-    return (
-        f"This model is dense: {model.token_bytes:,} B of KV per token, {model.token_bytes / hybrid.token_bytes:.0f} "
-        f"times the {hybrid.token_bytes:,} B of {_HYBRID}, for which a line of "
-        f"{format_bits_per_s(narrow.bandwidth_bits_per_s)} would do. On that its KVCache takes {share:.0%} of its "
-        f"prefill's time in place of {USED_SHARE:.0%}, so {instances:.1f} prefill instances fill it: {judgement}."
-    )

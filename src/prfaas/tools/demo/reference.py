@@ -2,16 +2,15 @@
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import Any
 
 import aiohttp
 
 from prfaas.core.deployment import Cluster, Deployment, Instance
 from prfaas.serving.engines.command import EngineCommand, vllm_command
-from prfaas.tools.http_client import AnswerError, post_json
+from prfaas.tools.demo.client import RequestFailedError, answering
+from prfaas.tools.http_client import greedy_body, post_json
 
 REFERENCE_NAME = "reference"
-REQUEST_TIMEOUT_S = 900.0
 _METRICS_TIMEOUT_S = 10.0
 
 # As in prfaas.serving.engines.vllm.reference, which can't be imported without vLLM.
@@ -28,10 +27,6 @@ _TOP_LOGITS = 10
 
 # vLLM's histogram of TTFTs: its sum and count before and after a request that has the engine to itself.
 _TTFT_SERIES = "vllm:time_to_first_token_seconds"
-
-
-class ReferenceFailedError(Exception):
-    """The plain engine gave no proper answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +83,23 @@ async def complete_alike(
             it, it is computed with what is before it, as by an engine that got nothing over a link.
 
     Raises:
-        ReferenceFailedError: an error status, an answer without what was asked for, or none in time.
+        RequestFailedError: an error status, an answer without what was asked for, or none in time.
     """
-    tokenized = await _post(
-        session, f"{url}/tokenize", {"model": model, "prompt": prompt, "add_special_tokens": True}
-    )
+    async with answering("the plain engine"):
+        asked = {"model": model, "prompt": prompt, "add_special_tokens": True}
+        ids = (await post_json(session, f"{url}/tokenize", asked))["tokens"]
     before = await _ttfts(session, url)
-    ids = tokenized["tokens"]
     forced = ids[-1:] if last_token_alone else []
-    answer = await _post(
-        session,
-        f"{url}/v1/completions",
-        {
-            "model": model,
-            "prompt": ids[: len(ids) - len(forced)],
-            "max_tokens": len(forced) + max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": _TOP_LOGITS,
-            "return_tokens_as_token_ids": True,
-            "return_token_ids": True,
-            "vllm_xargs": {_FORCED_TOKENS_ARG: forced},
-        },
+    body = greedy_body(
+        model,
+        ids[: len(ids) - len(forced)],
+        len(forced) + max_tokens,
+        logprobs=_TOP_LOGITS,
+        return_tokens_as_token_ids=True,
+        vllm_xargs={_FORCED_TOKENS_ARG: forced},
     )
+    async with answering("the plain engine"):
+        answer = await post_json(session, f"{url}/v1/completions", body)
     try:
         choice = answer["choices"][0]
         token_ids = tuple(choice["token_ids"])
@@ -119,13 +108,11 @@ async def complete_alike(
             for at_position in choice["logprobs"]["top_logprobs"]
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ReferenceFailedError(
-            f"the plain engine's answer lacks what was asked for: {error!r}"
-        ) from error
+        raise RequestFailedError(f"the plain engine's answer lacks what was asked for: {error!r}") from error
     first = len(forced)
     complete = len(token_ids) == len(logits) == first + max_tokens
     if not complete or token_ids[:first] != tuple(forced):
-        raise ReferenceFailedError(
+        raise RequestFailedError(
             f"the plain engine must answer with tokens {forced} and {max_tokens} more, not {token_ids}"
         )
     return ReferenceAnswer(token_ids[first:], logits[first:], _one_ttft(before, await _ttfts(session, url)))
@@ -156,17 +143,3 @@ def _one_ttft(before: tuple[float, float] | None, after: tuple[float, float] | N
         return None
     sum_s, count = before or (0.0, 0.0)
     return after[0] - sum_s if after[1] - count == 1 else None
-
-
-async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    try:
-        async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            return await post_json(session, url, body)
-    except TimeoutError:
-        raise ReferenceFailedError(
-            f"the plain engine gave no answer at {url} within {REQUEST_TIMEOUT_S:.0f} s"
-        ) from None
-    except AnswerError as error:
-        raise ReferenceFailedError(f"{url} answered {error.status}: {error}") from error
-    except (aiohttp.ClientError, ValueError) as error:
-        raise ReferenceFailedError(f"{url}: {error}") from error

@@ -1,10 +1,11 @@
 """The run of the demo: two clusters and a gateway, twice where there are pools, then the plain engine."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -14,26 +15,28 @@ from prfaas.serving.engines.child_processes import READY_TIMEOUT_S, StartProgres
 from prfaas.serving.engines.preparation import ensure_model
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.template import EngineTemplates
+from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.client import DemoAnswer, RequestFailedError, stream_completion
 from prfaas.tools.demo.gateway import DemoError, demo_gateway
-from prfaas.tools.demo.line import DemoLine, with_room
-from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
-from prfaas.tools.demo.pools import PoolWatch, watched_pools
+from prfaas.tools.demo.line import DemoLine, prefill_speed, warm_text, warm_up, with_room
+from prfaas.tools.demo.outcome import ActAnswers, DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import DemoPrompt, corpus, demo_prompts
 from prfaas.tools.demo.reference import (
     ReferenceAnswer,
-    ReferenceFailedError,
     complete_alike,
     reference_command,
     reference_deployment,
 )
-from prfaas.tools.demo.second_act import PooledAnswer
-from prfaas.tools.demo.warm_up import prefill_speed, warm_text, warm_up
 
 ANSWER_TOKENS = 64
 _WARM_TOKENS = 2
 _SETTLE_S = 20.0
+# Pools are at rest when no page has come for so long.
+_SETTLED_S = 1.0
+_POLL_S = 0.1
+# Who answers for the first act, and for the second.
+_PLAIN = ("one plain engine", "the plain engine, from its cache")
 
 
 class Stages(Protocol):
@@ -76,12 +79,63 @@ def run_demo(
         with EngineTemplates() as templates:
             room = with_room(deployment, kv_model)
             run = _Run(room, prompts, chars_per_token, stages, ready_timeout_s, templates=templates)
-            line, answers, seconds = run.two_clusters(kv_model, restart=restart)
-            references, repeated = run.plain(answers, seconds)
-    except (RequestFailedError, ReferenceFailedError) as error:
+            line, answered = run.two_clusters(kv_model, restart=restart)
+            acts = run.plain(answered)
+    except RequestFailedError as error:
         raise DemoError(f"{error}; the engines' logs are in {deployment.logs_dir}") from error
     served = deployment if line is None else line.put_in(deployment)
-    return outcome_of(served, kv_model, prompts, answers, references, seconds, repeated, line=line)
+    return outcome_of(served, kv_model, prompts, *acts, line=line)
+
+
+class PoolWatch:
+    """A tool's session with each pool of a deployment."""
+
+    def __init__(self, clients: list[PoolClient]) -> None:
+        self._clients = clients
+
+    def empty(self) -> None:
+        """Drop what earlier runs left."""
+        for client in self._clients:
+            client.clear()
+
+    def hit_tokens(self) -> int:
+        """Tokens that engines have got from the pools so far."""
+        return sum(
+            int(stats.get("hit_memory_tokens", 0)) + int(stats.get("hit_ssd_tokens", 0))
+            for stats in self._stats()
+        )
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until no page has been added for a second: engines store in the background."""
+        deadline = time.monotonic() + timeout_s
+        before, since = self._stored_pages(), time.monotonic()
+        while time.monotonic() < deadline and time.monotonic() - since < _SETTLED_S:
+            time.sleep(_POLL_S)
+            now = self._stored_pages()
+            if now != before:
+                before, since = now, time.monotonic()
+
+    def _stored_pages(self) -> int:
+        return sum(int(stats.get("stored_pages", 0)) for stats in self._stats())
+
+    def _stats(self) -> list[dict[str, Any]]:
+        return [client.stats() or {} for client in self._clients]
+
+
+@contextmanager
+def watched_pools(deployment: Deployment) -> Iterator[PoolWatch]:
+    """The pools of a deployment, which run."""
+    clients = [
+        PoolClient(deployment.pool_socket(node), "tool", None, timeout_s=deployment.pool.timeout_s)
+        for node in deployment.pools
+    ]
+    try:
+        for client in clients:
+            client.connect()
+        yield PoolWatch(clients)
+    finally:
+        for client in clients:
+            client.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +152,7 @@ class _Run:
 
     def two_clusters(
         self, kv_model: KvModel, *, restart: bool
-    ) -> tuple[DemoLine | None, tuple[DemoAnswer, ...], tuple[PooledAnswer, ...]]:
+    ) -> tuple[DemoLine | None, list[tuple[DemoAnswer, ...]]]:
         """The line that was chosen, None without links; the answers, and those after a restart of every engine."""
         with (
             RunningPools(self.deployment) as pools,
@@ -112,34 +166,40 @@ class _Run:
                 asyncio.run(warm_up(self.deployment, self.chars_per_token))
                 line = self._line(kv_model)
                 served = self.deployment if line is None else line.put_in(self.deployment)
-                first = self._asked("two clusters", served, watch)
-                answers = tuple(each.answer for each in first)
+                answered = [self._asked("two clusters", served, watch)]
                 if not restart:
-                    return line, answers, ()
+                    return line, answered
                 watch.settle(_SETTLE_S)
                 for name in engines.names:
                     engines.kill(name)
                 engines.start()
                 self._wait_ready(engines)
                 asyncio.run(warm_up(self.deployment, self.chars_per_token))
-                return line, answers, self._asked("the same clusters, restarted", served, watch)
+                return line, [*answered, self._asked("the same clusters, restarted", served, watch)]
 
-    def plain(
-        self, answers: Sequence[DemoAnswer], seconds: Sequence[PooledAnswer]
-    ) -> tuple[tuple[ReferenceAnswer, ...], tuple[ReferenceAnswer, ...]]:
-        """The plain engine's answers to be compared with those of the first act and of the second."""
+    def plain(self, answered: Sequence[Sequence[DemoAnswer]]) -> list[ActAnswers]:
+        """The acts, of whose answers each is beside the plain engine's.
+
+        The second is compared with answers from that engine's own cache, which splits a prompt as a pool does: what
+        is behind the last whole block is computed.
+        """
         plain = reference_deployment(self.deployment)
         with RunningEngines(plain, command=reference_command, templates=self.templates) as engines:
             self._wait_ready(engines)
-            asyncio.run(_warm_reference(plain, warm_text(self.chars_per_token)))
-            with self.stages.asking("one plain engine", self.prompts) as answered:
-                references = asyncio.run(_ask_reference(plain, self.prompts, answers, answered))
-            if not seconds:
-                return references, ()
-            # Its own cache splits a prompt as a pool does: what is behind the last whole block is computed.
-            again = tuple(each.answer for each in seconds)
-            with self.stages.asking("the plain engine, from its cache", self.prompts) as answered:
-                return references, asyncio.run(_ask_reference(plain, self.prompts, again, answered))
+            warm = warm_text(self.chars_per_token)
+            # Both kinds of requests that are timed: the first of each takes seconds longer.
+            both = [(warm, False), (warm[1:], True)]
+            asyncio.run(_ask_reference(plain, both, _WARM_TOKENS, lambda: None))
+            acts = []
+            for answers, whom in zip(answered, _PLAIN, strict=False):
+                # An engine that got nothing from another one computed the end of the prompt in one piece.
+                moved = (answer.route.kv_bytes > 0 for answer in answers)
+                asked = zip((prompt.text for prompt in self.prompts), moved, strict=True)
+                with self.stages.asking(whom, self.prompts) as step:
+                    acts.append(
+                        ActAnswers(answers, asyncio.run(_ask_reference(plain, asked, ANSWER_TOKENS, step)))
+                    )
+            return acts
 
     def _wait_ready(self, engines: RunningEngines) -> None:
         with self.stages.starting(engines) as show:
@@ -153,7 +213,7 @@ class _Run:
         speed = asyncio.run(prefill_speed(self.deployment, senders, self.chars_per_token))
         return None if speed is None else DemoLine.of(kv_model, speed)
 
-    def _asked(self, whom: str, served: Deployment, watch: PoolWatch) -> tuple[PooledAnswer, ...]:
+    def _asked(self, whom: str, served: Deployment, watch: PoolWatch) -> tuple[DemoAnswer, ...]:
         with self.stages.asking(whom, self.prompts) as answered:
             return asyncio.run(_ask_gateway(served, self.prompts, answered, watch))
 
@@ -171,59 +231,36 @@ def _chars_per_token(deployment: Deployment) -> float:
 
 async def _ask_gateway(
     deployment: Deployment, prompts: Sequence[DemoPrompt], answered: Callable[[], None], watch: PoolWatch
-) -> tuple[PooledAnswer, ...]:
+) -> tuple[DemoAnswer, ...]:
+    model = deployment.model.served_name
+
+    async def stream_all(url: str) -> tuple[DemoAnswer, ...]:
+        answers = []
+        before_tokens = watch.hit_tokens()
+        async with aiohttp.ClientSession() as session:
+            for prompt in prompts:
+                answer = await stream_completion(session, url, model, prompt.text, ANSWER_TOKENS)
+                now_tokens = watch.hit_tokens()
+                answers.append(replace(answer, pool_tokens=now_tokens - before_tokens))
+                before_tokens = now_tokens
+                answered()
+        return tuple(answers)
+
     async with demo_gateway(deployment) as gateway:
-        return await gateway.unless_ended(
-            _stream_all(gateway.url, deployment.model.served_name, prompts, answered, watch)
-        )
-
-
-async def _stream_all(
-    url: str, model: str, prompts: Sequence[DemoPrompt], answered: Callable[[], None], watch: PoolWatch
-) -> tuple[PooledAnswer, ...]:
-    answers = []
-    before_tokens = watch.hit_tokens()
-    async with aiohttp.ClientSession() as session:
-        for prompt in prompts:
-            answer = await stream_completion(session, url, model, prompt.text, ANSWER_TOKENS)
-            now_tokens = watch.hit_tokens()
-            answers.append(PooledAnswer(answer, now_tokens - before_tokens))
-            before_tokens = now_tokens
-            answered()
-    return tuple(answers)
-
-
-async def _warm_reference(plain: Deployment, prompt: str) -> None:
-    """Both kinds of requests that are timed: the first of each takes seconds longer."""
-    (engine,) = plain.instances
-    async with aiohttp.ClientSession() as session:
-        for alone in (False, True):
-            await complete_alike(
-                session,
-                engine.url,
-                plain.model.served_name,
-                prompt[alone:],
-                _WARM_TOKENS,
-                last_token_alone=alone,
-            )
+        return await gateway.unless_ended(stream_all(gateway.url))
 
 
 async def _ask_reference(
-    plain: Deployment,
-    prompts: Sequence[DemoPrompt],
-    compared: Sequence[DemoAnswer],
-    answered: Callable[[], None],
+    plain: Deployment, asked: Iterable[tuple[str, bool]], tokens: int, answered: Callable[[], None]
 ) -> tuple[ReferenceAnswer, ...]:
+    """Its answers to prompts; with each, whether its last token is to be computed alone."""
     (engine,) = plain.instances
-    model = plain.model.served_name
     answers = []
     async with aiohttp.ClientSession() as session:
-        for prompt, answer in zip(prompts, compared, strict=True):
-            # An engine that got nothing from another one computed the end of the prompt in one piece.
-            moved = answer.route.kv_bytes > 0
+        for prompt, alone in asked:
             answers.append(
                 await complete_alike(
-                    session, engine.url, model, prompt.text, ANSWER_TOKENS, last_token_alone=moved
+                    session, engine.url, plain.model.served_name, prompt, tokens, last_token_alone=alone
                 )
             )
             answered()

@@ -1,8 +1,9 @@
 """The OpenAI-compatible endpoint that is measured: a vLLM server, or our gateway."""
 
+import contextlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -10,13 +11,7 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.latency.profile import ProfileError
-from prfaas.tools.http_client import (
-    AnswerError,
-    base_url,
-    post_json,
-    served_models,
-    streamed,
-)
+from prfaas.tools.http_client import AnswerError, base_url, greedy_body, post_json, served_models, streamed
 
 # The longest silence of the endpoint, which is a whole prefill.
 _READ_TIMEOUT_S = 600.0
@@ -101,7 +96,7 @@ class ProfiledEndpoint:
 
     async def prefill_s(self, tokens: int) -> float:
         """Seconds from sending a fresh prompt of `tokens` tokens to having the one token asked for."""
-        body = self._body(self._prompt(tokens), 1)
+        body = greedy_body(self.model, self._prompt(tokens), 1)
         start_s = time.monotonic()
         answer = await self._post(body)
         seconds = time.monotonic() - start_s
@@ -117,19 +112,15 @@ class ProfiledEndpoint:
 
     async def decode(self, context_tokens: int, tokens: int) -> TokenTimes:
         """Stream `tokens` tokens after a fresh prompt of `context_tokens`."""
-        body = self._body(self._prompt(context_tokens), tokens) | {"stream": True}
+        body = greedy_body(self.model, self._prompt(context_tokens), tokens, stream=True)
         arrivals: list[tuple[float, int]] = []
-        try:
+        with self._explained():
             async with streamed(self._session, f"{self.url}/v1/completions", body) as (_, events):
                 async for event in events:
                     choices = event.get("choices") or ()
                     count = sum(len(choice.get("token_ids") or ()) for choice in choices)
                     if count:
                         arrivals.append((time.monotonic(), count))
-        except AnswerError as error:
-            raise MeasureError(f"{self.url} answered {error.status}: {error}") from error
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise MeasureError(f"{self.url} can't be measured: {_why(error)}") from error
         times = TokenTimes(tuple(arrivals))
         if times.tokens != tokens:
             raise MeasureError(f"{self.url} streamed {times.tokens} of {tokens} tokens")
@@ -137,16 +128,6 @@ class ProfiledEndpoint:
 
     def _prompt(self, tokens: int) -> list[int]:
         return self._random.choices(self._ids, k=tokens)
-
-    def _body(self, prompt: str | Sequence[int], max_tokens: int) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
 
     async def _find_model(self) -> None:
         try:
@@ -175,7 +156,7 @@ class ProfiledEndpoint:
         letters = self._random.choices(_LETTERS, k=_POOL_TEXT_CHARACTERS)
         # None of them is more than three bytes, so never more than three tokens.
         length = _POOL_TEXT_CHARACTERS if self.max_model_len is None else self.max_model_len // 4
-        body = self._body("".join(letters[:length]), 1) | {"add_special_tokens": False}
+        body = greedy_body(self.model, "".join(letters[:length]), 1, add_special_tokens=False)
         answer = await self._post(body)
         try:
             ids = {int(token) for token in answer["choices"][0]["prompt_token_ids"]}
@@ -188,8 +169,13 @@ class ProfiledEndpoint:
         return sorted(ids)
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with self._explained():
             return await post_json(self._session, f"{self.url}/v1/completions", body)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except AnswerError as error:
             raise MeasureError(f"{self.url} answered {error.status}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:

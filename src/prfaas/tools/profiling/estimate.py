@@ -112,13 +112,9 @@ def estimate(plan: EstimatePlan) -> Estimate:
             model=model,
             gpus_per_instance=plan.ranks,
             prefill=Curve.through_points(prefill, "monotone"),
-            decode=DecodeCurve(
-                Curve.through_points(steps, "linear"),
-                float(plan.context_tokens),
-                evidence=Evidence("estimated", band=bands[1]),
-            )
-            if steps
-            else None,
+            decode=DecodeCurve.through_points(
+                steps, plan.context_tokens, Evidence("estimated", band=bands[1])
+            ),
             source=(
                 f"Estimated, not measured: {source}; {work.total_params / 1e9:.3g} billion parameters, "
                 f"{work.active_params / 1e9:.3g} of them per token, {work.weights.name} weights"

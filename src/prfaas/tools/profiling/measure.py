@@ -64,21 +64,16 @@ class Measurement:
 
     def profile(self, *, name: str, hardware: str, gpus_per_instance: int, source: str) -> LatencyProfile:
         """The medians as a profile: no curve turns between two points, and nothing is said beyond the ends."""
+        evidence = Evidence("measured")
         return LatencyProfile(
             name=name,
             hardware=hardware,
             model=self.model,
             gpus_per_instance=gpus_per_instance,
             prefill=Curve.through_points(_points(self.prefill), "monotone"),
-            decode=DecodeCurve(
-                Curve.through_points(_points(self.decode), "linear"),
-                float(self.plan.context_tokens),
-                evidence=Evidence("measured"),
-            )
-            if self.decode
-            else None,
+            decode=DecodeCurve.through_points(_points(self.decode), self.plan.context_tokens, evidence),
             source=source,
-            evidence=Evidence("measured"),
+            evidence=evidence,
         )
 
 

@@ -12,7 +12,7 @@ from prfaas.core.route_header import ROUTE_HEADER, split_route
 from prfaas.core.sse import SseParser
 from prfaas.core.workload.requests import TracedRequest
 from prfaas.core.workload.traffic import prompt_ids
-from prfaas.tools.http_client import AnswerError, base_url, served_models
+from prfaas.tools.http_client import AnswerError, base_url, json_object, served_models
 
 
 class BadAnswerError(Exception):
@@ -71,12 +71,9 @@ class ReplayAnswer:
 
 def _object(data: bytes) -> dict[str, Any]:
     try:
-        document = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        document = None
-    if not isinstance(document, dict):
-        raise BadAnswerError(f"the answer can't be read: {data[:80]!r}")
-    return document
+        return json_object(data)
+    except ValueError:
+        raise BadAnswerError(f"the answer can't be read: {data[:80]!r}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class Percentiles:
 
     def to_json(self) -> dict[str, float]:
         """Seconds by name."""
-        return {"mean": self.mean, "p50": self.p50, "p90": self.p90, "p99": self.p99, "max": self.max}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,14 @@ class ReplayResult:
     waited: int
 
     @property
+    def whole(self) -> list[ReplayedRequest]:
+        """Records of requests with a whole answer."""
+        return [record for record in self.records if not record.is_lost]
+
+    @property
     def lost(self) -> int:
-        """Requests without a whole answer."""
-        return sum(record.is_lost for record in self.records)
+        """Requests without one."""
+        return len(self.records) - len(self.whole)
 
     @property
     def offered_per_s(self) -> float:
@@ -92,7 +97,7 @@ class ReplayResult:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `prfaas replay --json` prints; seconds, tokens, bytes."""
-        whole = [record for record in self.records if not record.is_lost]
+        whole = self.whole
         return {
             "url": self.target.url,
             "model": self.target.model,
@@ -106,9 +111,9 @@ class ReplayResult:
             "input_tokens_per_s": self.per_s(sum(record.input_tokens for record in whole)),
             "output_tokens_per_s": self.per_s(sum(record.answered_tokens or 0 for record in whole)),
             "cached_tokens": _total(record.cached_tokens for record in whole),
-            "ttft_s": _json(Percentiles.of(record.ttft_s for record in whole)),
-            "tpot_s": _json(Percentiles.of(record.tpot_s for record in whole)),
-            "e2e_s": _json(Percentiles.of(record.e2e_s for record in whole)),
+            "ttft_s": _json(record.ttft_s for record in whole),
+            "tpot_s": _json(record.tpot_s for record in whole),
+            "e2e_s": _json(record.e2e_s for record in whole),
             "behind": {
                 "requests": self.behind,
                 "max_s": self.max_behind_s,
@@ -134,11 +139,12 @@ def _route_json(records: tuple[ReplayedRequest, ...]) -> dict[str, Any]:
         "requests": len(records),
         "kv_bytes": route_bytes(records),
         "fallbacks": fallbacks(records),
-        "ttft_s": _json(Percentiles.of(record.ttft_s for record in records if not record.is_lost)),
+        "ttft_s": _json(record.ttft_s for record in records if not record.is_lost),
     }
 
 
-def _json(percentiles: Percentiles | None) -> dict[str, float] | None:
+def _json(values_s: Iterable[float | None]) -> dict[str, float] | None:
+    percentiles = Percentiles.of(values_s)
     return None if percentiles is None else percentiles.to_json()
 
 
@@ -153,7 +159,7 @@ def _whole(text: str) -> int:
 
 def times_table(result: ReplayResult) -> Table:
     """TTFT, time per token and whole answers of all requests, and TTFT by route."""
-    whole = [record for record in result.records if not record.is_lost]
+    whole = result.whole
     table = Table(title=f"{len(result.records)} requests to {result.target.url}", title_justify="left")
     table.add_column("")
     table.add_column("requests", justify="right")
@@ -176,7 +182,7 @@ def times_table(result: ReplayResult) -> Table:
 
 def closing(result: ReplayResult) -> Iterator[str]:
     """Sentences under the table."""
-    whole = [record for record in result.records if not record.is_lost]
+    whole = result.whole
     answered = result.per_s(sum(record.answered_tokens or 0 for record in whole))
     yield (
         f"{result.duration_s:.1f} s: {result.offered_per_s:.2f} requests/s offered, "

@@ -63,7 +63,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[BurstOutcome, Count
     try:
         stages = Counted()
         files = moved(WITH_PRFAAS, directory), moved(WITHOUT, directory)
-        return run_burst(stages, REQUESTS, files), stages
+        return run_burst(stages.bursting, REQUESTS, files), stages
     finally:
         os.environ.pop("PRFAAS_HOME")
         if before is not None:
@@ -74,28 +74,28 @@ def test_both_sides_answer_all_of_it(found: tuple[BurstOutcome, Counted]) -> Non
     outcome, stages = found
     assert (stages.total, stages.answered) == (2 * REQUESTS, 2 * REQUESTS)
     for side in (outcome.paying, outcome.without):
-        assert side.lost == 0
-        for ttfts in (side.live, side.simulated):
-            assert len(ttfts.each_s) == REQUESTS
-            assert all(each is not None and each > 0 for each in ttfts.each_s)
-            assert 0 < ttfts.mean_s < ttfts.p90_s
+        assert side.live_run.result.lost == 0
+        for each_s, ttfts in ((side.live_s, side.live), (side.simulated_s, side.simulated)):
+            assert len(each_s) == REQUESTS
+            assert all(each is not None and each > 0 for each in each_s)
+            assert 0 < ttfts.mean < ttfts.p90
 
 
 def test_live_and_simulated_are_the_same_requests(found: tuple[BurstOutcome, Counted]) -> None:
     outcome, _ = found
     for side in (outcome.paying, outcome.without):
-        tokens = [record.input_tokens for record in side.live_run.records]
+        tokens = [record.input_tokens for record in side.live_run.result.records]
         assert tokens == side.simulation.input_tokens.tolist()
         # No more than sanity: a busy machine is slower than any simulation.
-        assert 0.3 < side.live.mean_s / side.simulated.mean_s < 30
+        assert 0.3 < side.live.mean / side.simulated.mean < 30
 
 
 def test_long_prompts_cross_the_link_on_one_side_only(found: tuple[BurstOutcome, Counted]) -> None:
     outcome, _ = found
     assert outcome.paying.offloaded > 0 and (outcome.paying.link_used or 0) > 0
     assert outcome.without.offloaded == 0 and outcome.without.link_used is None
-    offloaded = [r.input_tokens for r in outcome.paying.live_run.records if r.route == "offload"]
-    local = [r.input_tokens for r in outcome.paying.live_run.records if r.route != "offload"]
+    offloaded = [r.input_tokens for r in outcome.paying.live_run.result.records if r.route == "offload"]
+    local = [r.input_tokens for r in outcome.paying.live_run.result.records if r.route != "offload"]
     assert sum(offloaded) / len(offloaded) > sum(local) / len(local)
 
 
@@ -116,9 +116,11 @@ def test_shown_to_people_and_programs(found: tuple[BurstOutcome, Counted]) -> No
 def later(side: SideOutcome) -> SideOutcome:
     """The same with each first token a minute later."""
     records = tuple(
-        replace(each, first_token_s=(each.first_token_s or 0.0) + 60.0) for each in side.live_run.records
+        replace(each, first_token_s=(each.first_token_s or 0.0) + 60.0)
+        for each in side.live_run.result.records
     )
-    return replace(side, live_run=replace(side.live_run, records=records))
+    run = side.live_run
+    return replace(side, live_run=replace(run, result=replace(run.result, records=records)))
 
 
 def test_who_is_behind_is_said(found: tuple[BurstOutcome, Counted]) -> None:

@@ -1,13 +1,14 @@
 """The burst for people: bars in the terminal, and what they say."""
 
 from rich.bar import Bar
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from prfaas.core.units import format_bits_per_s, format_s
 from prfaas.tools.demo.display import demo_table
 from prfaas.tools.demo.pays.limits import PayLimits
-from prfaas.tools.demo.pays.outcome import BurstOutcome, SideOutcome, Ttfts
+from prfaas.tools.demo.pays.outcome import BurstOutcome, SideOutcome
 
 _BAR_COLUMNS = 22
 
@@ -38,8 +39,8 @@ def burst_table(outcome: BurstOutcome) -> Table:
 
 
 def _measure(side: SideOutcome, how: str) -> tuple[float, float]:
-    ttfts: Ttfts = side.live if how == "live" else side.simulated
-    return ttfts.mean_s, ttfts.p90_s
+    ttfts = side.live if how == "live" else side.simulated
+    return ttfts.mean, ttfts.p90
 
 
 def burst_notes(outcome: BurstOutcome) -> list[str]:
@@ -58,9 +59,9 @@ def burst_notes(outcome: BurstOutcome) -> list[str]:
         f"{format_s(without.live_run.overhead_s)}) of HTTP per request, as measured before the burst.",
     ]
     notes += [
-        f"{side.lost} requests {name} got no whole answer."
+        f"{lost} requests {name} got no whole answer."
         for name, side in (("with PrfaaS", paying), ("without", without))
-        if side.lost
+        if (lost := side.live_run.result.lost)
     ]
     return notes
 
@@ -91,3 +92,14 @@ def when_not(limits: PayLimits) -> str:
         f"When it would not pay: for its money the paper's case serves {limits.equal_cost_ratio:.2f} x as many "
         f"requests as H20 alone, but {', '.join(cases)} (`prfaas plan`)."
     )
+
+
+def print_burst(out: Console, burst: BurstOutcome) -> None:
+    """Write when it pays to a console."""
+    out.print(burst_table(burst))
+    for note in burst_notes(burst):
+        out.print(note, style="dim")
+    out.print()
+    out.print(burst_closing(burst), style="bold")
+    out.print(when_not(burst.limits))
+    out.print()

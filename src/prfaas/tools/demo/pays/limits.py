@@ -1,7 +1,6 @@
 """When it would not pay: the paper's case planned again with other models, prompts and prices."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from prfaas.core.deployment import load_planned
 from prfaas.core.deployment.examples import example_path
@@ -31,10 +30,6 @@ class PayLimits:
     """The price of egress from which on nothing is left, in the file's currency, where a GPU-hour of H20 is 1."""
     dense_title: str = ""
     short_tokens: int = _SHORT_TOKENS
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 def pay_limits() -> PayLimits:

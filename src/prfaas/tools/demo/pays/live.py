@@ -14,7 +14,15 @@ import uvloop
 from prfaas.core.workload.requests import TracedRequest
 from prfaas.tools.demo.gateway import DemoError, demo_gateway
 from prfaas.tools.demo.pays.burst import Burst, Side
-from prfaas.tools.replay import ReplayedRequest, ReplayError, ReplayOptions, Target, find_target, replay
+from prfaas.tools.replay import (
+    ReplayedRequest,
+    ReplayError,
+    ReplayOptions,
+    ReplayResult,
+    Target,
+    find_target,
+    replay,
+)
 
 # Before the burst, one after the other: the first ones connect everybody, the others are timed.
 _FIRST, _TIMED = 2, 6
@@ -25,14 +33,11 @@ _PROBE_BLOCK, _BLOCK_TOKENS = 1 << 40, 512
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """The records of the burst on one side."""
+    """The burst on one side."""
 
-    records: tuple[ReplayedRequest, ...]
-    """In the order of arrival."""
+    result: ReplayResult
     overhead_s: float
     """What a request takes on the idle side beside its prefill and the first decode step: HTTP, hops, hand-over."""
-    behind_s: float
-    """How late the latest request was sent."""
 
 
 def live_runs(sides: Sequence[Side], burst: Burst, on_record: Callable[[], None]) -> tuple[LiveRun, ...]:
@@ -87,7 +92,7 @@ async def _probed_run(
     await warm.wait()
     with _no_pauses():
         result = await replay(target, requests, ReplayOptions(), lambda _record: on_record())
-    return LiveRun(result.records, overhead_s, result.max_behind_s)
+    return LiveRun(result, overhead_s)
 
 
 async def _probe(target: Target, number: int) -> ReplayedRequest:

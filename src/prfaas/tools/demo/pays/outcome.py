@@ -1,42 +1,14 @@
 """Outcome of the burst on both sides, live and simulated."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from prfaas.lab.simulator.result import Result
+from prfaas.tools.demo.gateway import DemoError
 from prfaas.tools.demo.pays.burst import Burst, Side
 from prfaas.tools.demo.pays.limits import PayLimits
 from prfaas.tools.demo.pays.live import LiveRun
-from prfaas.tools.replay.result import route_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Ttfts:
-    """Times to the first token of a burst, in seconds, in the order of arrival; None without an answer."""
-
-    each_s: tuple[float | None, ...]
-
-    @property
-    def mean_s(self) -> float:
-        """Of those that were answered."""
-        return float(np.mean(self._known))
-
-    @property
-    def p90_s(self) -> float:
-        """Of those that were answered."""
-        return float(np.quantile(self._known, 0.9))
-
-    @property
-    def _known(self) -> Sequence[float]:
-        return [each for each in self.each_s if each is not None]
-
-    def to_json(self) -> dict[str, Any]:
-        """Mean, P90 and all of them."""
-        each_s = [None if each is None else round(each, 6) for each in self.each_s]
-        return {"ttft_mean_s": self.mean_s, "ttft_p90_s": self.p90_s, "ttft_s": each_s}
+from prfaas.tools.replay.result import Percentiles, route_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +20,30 @@ class SideOutcome:
     simulation: Result
 
     @property
-    def live(self) -> Ttfts:
-        """TTFTs that the client measured."""
-        return Ttfts(tuple(record.ttft_s for record in self.live_run.records))
+    def live_s(self) -> tuple[float | None, ...]:
+        """TTFTs that the client measured, in the order of arrival; None without an answer."""
+        return tuple(record.ttft_s for record in self.live_run.result.records)
 
     @property
-    def simulated(self) -> Ttfts:
+    def simulated_s(self) -> tuple[float | None, ...]:
         """Of the same requests."""
-        return Ttfts(tuple(float(each) for each in self.simulation.ttft_s))
+        return tuple(self.simulation.ttft_s.tolist())
 
     @property
-    def lost(self) -> int:
-        """Requests without a whole answer."""
-        return sum(record.is_lost for record in self.live_run.records)
+    def live(self) -> Percentiles:
+        """Of the TTFTs that the client measured."""
+        return _known(self.live_s)
+
+    @property
+    def simulated(self) -> Percentiles:
+        """Of the same requests."""
+        return _known(self.simulated_s)
 
     @property
     def offloaded(self) -> float:
         """Share of the requests that were prefilled in the PrfaaS cluster."""
-        records = self.live_run.records
-        return sum(record.route == "offload" for record in records) / len(records)
+        routes = [record.route for record in self.live_run.result.records]
+        return routes.count("offload") / len(routes)
 
     @property
     def link_used(self) -> float | None:
@@ -74,25 +51,39 @@ class SideOutcome:
         links = self.side.deployment.links
         if not links:
             return None
-        crossed = [record for record in self.live_run.records if record.route == "offload"]
-        lasted_s = max(self.live_run.records[-1].arrival_s, 1e-9)
+        records = self.live_run.result.records
+        crossed = [record for record in records if record.route == "offload"]
+        lasted_s = max(records[-1].arrival_s, 1e-9)
         return (route_bytes(crossed) or 0) * 8 / lasted_s / links[0].bandwidth_bits_per_s
 
     def to_json(self) -> dict[str, Any]:
         """Seconds and shares; one TTFT per request, live and simulated."""
         return {
             "fleet": self.side.fleet,
-            "live": self.live.to_json(),
-            "simulated": self.simulated.to_json(),
-            "live_to_simulated_mean": self.live.mean_s / self.simulated.mean_s,
-            "live_to_simulated_p90": self.live.p90_s / self.simulated.p90_s,
+            "live": _json(self.live_s),
+            "simulated": _json(self.simulated_s),
+            "live_to_simulated_mean": self.live.mean / self.simulated.mean,
+            "live_to_simulated_p90": self.live.p90 / self.simulated.p90,
             "overhead_s": self.live_run.overhead_s,
-            "behind_s": self.live_run.behind_s,
+            "behind_s": self.live_run.result.max_behind_s,
             "offloaded": self.offloaded,
             "simulated_offloaded": float(self.simulation.offloaded.mean()),
             "link_used": self.link_used,
-            "lost": self.lost,
+            "lost": self.live_run.result.lost,
         }
+
+
+def _known(ttfts_s: tuple[float | None, ...]) -> Percentiles:
+    found = Percentiles.of(ttfts_s)
+    if found is None:
+        raise DemoError("no request of the burst got an answer")
+    return found
+
+
+def _json(ttfts_s: tuple[float | None, ...]) -> dict[str, Any]:
+    known = _known(ttfts_s)
+    each_s = [None if each is None else round(each, 6) for each in ttfts_s]
+    return {"ttft_mean_s": known.mean, "ttft_p90_s": known.p90, "ttft_s": each_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +101,10 @@ class BurstOutcome:
         """How many times as long a first token takes without PrfaaS: live and simulated, mean and P90."""
         one, other = self.paying, self.without
         return {
-            "live_mean": other.live.mean_s / one.live.mean_s,
-            "simulated_mean": other.simulated.mean_s / one.simulated.mean_s,
-            "live_p90": other.live.p90_s / one.live.p90_s,
-            "simulated_p90": other.simulated.p90_s / one.simulated.p90_s,
+            "live_mean": other.live.mean / one.live.mean,
+            "simulated_mean": other.simulated.mean / one.simulated.mean,
+            "live_p90": other.live.p90 / one.live.p90,
+            "simulated_p90": other.simulated.p90 / one.simulated.p90,
         }
 
     @property
@@ -133,5 +124,5 @@ class BurstOutcome:
             "without_prfaas": self.without.to_json(),
             "ahead": self.ahead,
             "is_ahead": self.is_ahead,
-            "limits": self.limits.to_json(),
+            "limits": asdict(self.limits),
         }

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Protocol
 
 from prfaas.core.deployment.examples import example_path
 from prfaas.lab.simulator.result import Result
@@ -20,21 +19,16 @@ WITH_PRFAAS, WITHOUT = "when-it-pays.yaml", "without-prfaas.yaml"
 _READY_TIMEOUT_S = 120.0
 
 
-class BurstStages(Protocol):
-    """How the burst's progress is shown."""
-
-    def bursting(self, requests: int) -> AbstractContextManager[Callable[[], None]]:
-        """While stand-ins start and answer so many requests; what it gives is called after each answer."""
-        ...
-
-
 def run_burst(
-    stages: BurstStages, requests: int = BURST_REQUESTS, files: tuple[Path, Path] | None = None
+    bursting: Callable[[int], AbstractContextManager[Callable[[], None]]],
+    requests: int = BURST_REQUESTS,
+    files: tuple[Path, Path] | None = None,
 ) -> BurstOutcome:
     """The burst to two deployments of stand-ins.
 
     Args:
-        stages: Show progress.
+        bursting: Shows progress while stand-ins start and answer so many requests; what it gives is called after each
+            answer.
         requests: Of the burst; each side gets all of them.
         files: The deployment with PrfaaS and the one without; None: the examples.
 
@@ -47,7 +41,7 @@ def run_burst(
         paying, without = map(Side.of_file, files or (example_path(WITH_PRFAAS), example_path(WITHOUT)))
     except FileNotFoundError as error:
         raise DemoError(str(error)) from error
-    with stages.bursting(2 * requests) as answered, ExitStack() as running:
+    with bursting(2 * requests) as answered, ExitStack() as running:
         started = [running.enter_context(RunningEngines(side.deployment)) for side in (paying, without)]
         # Stand-ins need more than a second to start anyway.
         limits = pay_limits()
