@@ -45,10 +45,9 @@ def test_other_traffic_links_roles_and_answers_are_new() -> None:
 
 def test_a_slow_drift_is_seen_once_it_is_large() -> None:
     """Each step is far below what chance does: only what was solved for counts."""
-    known, solved = KnownProblem(), []
-    for step in range(41):
-        if known.is_new(sampled(1, 3000, factor=1 + step / 100), None, 3000):
-            solved.append(step)
+    known = KnownProblem()
+    drift = (sampled(1, 3000, factor=1 + step / 100) for step in range(41))
+    solved = [step for step, problem in enumerate(drift) if known.is_new(problem, None, 3000)]
     assert solved[0] == 0 and 3 <= len(solved) <= 12
     assert solved[-1] >= 30
 
