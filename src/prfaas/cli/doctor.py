@@ -42,6 +42,7 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
     import asyncio
 
     from prfaas.core.deployment import DeploymentError, load_deployment
+    from prfaas.core.pages import page
     from prfaas.tools.doctor import check_model
     from prfaas.tools.finding import ok, problem
     from prfaas.tools.rank_facts import check_ranks
@@ -50,11 +51,8 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
     try:
         loaded = load_deployment(path)
     except DeploymentError as error:
-        return [
-            problem(
-                "file", str(error), "correct the file; docs/reference/deployment-file.md explains every field"
-            )
-        ]
+        fields = f"correct the file; every field is in {page('reference/deployment-file')}"
+        return [problem("file", str(error), fields)]
     findings = [ok("file", f"{path} is valid"), check_model(loaded), check_key(loaded)]
     findings += check_ranks(loaded)
     findings += check_certificates(loaded) + check_encryption(loaded)

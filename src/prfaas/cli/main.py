@@ -41,6 +41,7 @@ from prfaas.cli.simulate import simulate
 from prfaas.cli.status import status
 from prfaas.cli.study import study
 from prfaas.cli.up import up
+from prfaas.core.pages import page
 
 # More characters than any command's first sentence has.
 _WHOLE = 1000
@@ -84,6 +85,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=f"Pages that are named: {page('index')} and beside it.",
 )
 # By what they are for, as the overview has them.
 _COMMANDS: dict[str, tuple[Any, ...]] = {

@@ -44,11 +44,11 @@ def grafana(
 def alerts(
     folder: Folder = None,
     runbooks: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="URL", help="Where the guide of alerts is served; each alert links to its section there."
         ),
-    ] = "docs/guides/alerts.md",
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print or write the alert rules for Prometheus (`rule_files`), as prfaas.rules.yaml.

@@ -60,8 +60,7 @@ def study(
 ) -> None:
     """Carry out a study on the simulator and write it down: tables, plots and what they say.
 
-    docs/explanation/studies.md is `prfaas study all --out docs/explanation`. One PrfaaS and one PD cluster. Progress
-    and speed go to stderr.
+    One PrfaaS and one PD cluster. Progress and speed go to stderr. The page explanation/studies has those of the house.
 
     Example: prfaas study bandwidth --out out
     """

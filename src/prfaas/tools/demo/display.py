@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
+from prfaas.core.pages import page
+
 DEMO_COLUMNS = 99
 """Tables and sentences are no wider; the same fits a page of documentation."""
 
@@ -35,4 +37,4 @@ def next_steps(*, is_on_path: bool) -> Iterator[str]:
     width = max(len(command) for command, _ in _STEPS)
     for command, what in _STEPS:
         yield f"  {command:<{width}}  {what}"
-    yield "docs/tutorial/1-first-request.md takes you through it."
+    yield f"{page('tutorial/1-first-request')} takes you through it."
