@@ -62,7 +62,9 @@ class Shown:
 def ranks(instances: Sequence[Instance]) -> str:
     """How engines with the same task are divided, for example "TP 2, PP 2"."""
     first = instances[0]
-    group = {each.name for each in instances if each.data_parallel and each.data_parallel == first.data_parallel}
+    group = {
+        each.name for each in instances if each.data_parallel and each.data_parallel == first.data_parallel
+    }
     told = [f"TP {first.tensor_parallel}"]
     told += [f"PP {first.pipeline_parallel}"] * (first.pipeline_parallel > 1)
     return ", ".join(told + [f"DP {len(group)}"] * (len(group) > 1))
@@ -222,7 +224,9 @@ def tables(rows: Sequence[Row]) -> str:
     unknown = sorted({row.shown.model for row in rows} - models.keys())
     if unknown:
         raise SystemExit(f"tests/support_table.py knows no model {', '.join(unknown)}: add it to `_models`")
-    return f"## By model\n\n{_by_model(rows, models)}\n\n## Every combination\n\n{_combinations(rows, models)}\n"
+    return (
+        f"## By model\n\n{_by_model(rows, models)}\n\n## Every combination\n\n{_combinations(rows, models)}\n"
+    )
 
 
 def _by_model(rows: Sequence[Row], models: Mapping[str, Served]) -> str:
@@ -308,7 +312,11 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     difference = difflib.unified_diff(before.splitlines(), after.splitlines(), "page", "marks", lineterm="")
     lines = list(difference)
-    print("\n".join([*lines, "python -m tests.support_table --write"] if lines else ["the page is as the marks"]))
+    print(
+        "\n".join(
+            [*lines, "python -m tests.support_table --write"] if lines else ["the page is as the marks"]
+        )
+    )
     return 1 if lines else 0
 
 

@@ -1,4 +1,4 @@
-"""docs/guides/first-hour-on-gpus.md from its file to the first offloaded request, with stand-ins for engines and ssh."""
+"""docs/guides/first-hour-on-gpus.md from its file to the first offloaded request; engines and ssh are stand-ins."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def on_loopback(path: Path) -> None:
 
 @pytest.fixture
 def machines(shell: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """The folders in which a person is on `home` and on `east`, whose own folders these are; `ssh` goes to the other."""
+    """The own folders of a person on `home` and on `east`, to which `ssh` goes."""
     home, east = shell, shell.parent / "east"
     east.mkdir()
     tools = shell.parent / "bin"

@@ -83,7 +83,10 @@ def test_what_ran_interpreted_alone_has_a_star() -> None:
     ]
     (line,) = (line for line in tables(rows).splitlines() if line.startswith("| Qwen3-Next | random"))
     assert "| MTP* |" in line and "| yes |" in line and "| CPU; CPU, interpreted | no |" in line
-    assert "| Qwen3-Next | TP 1 | MTP | 16 bits | – | CPU, interpreted | `test_drafts` | `make test-all` |" in tables(rows)
+    assert (
+        "| Qwen3-Next | TP 1 | MTP | 16 bits | – | CPU, interpreted | `test_drafts` | `make test-all` |"
+        in tables(rows)
+    )
 
 
 def test_a_model_that_nobody_knows_is_refused() -> None:

@@ -1,7 +1,6 @@
 from collections.abc import Iterator
 
 import pytest
-
 from tests.support_table import deployments_in, problems, shown_by
 
 from .stack import TEMPLATES

@@ -69,9 +69,7 @@ def ranked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield from serving(tmp_path_factory.mktemp("prfaas-ranked-kimi"), ranks=request.param)
 
 
-@pytest.mark.shows(
-    model="kimi-linear", prefill="TP {ranked[0]}", decode="TP {ranked[1]}", interpreted=True
-)
+@pytest.mark.shows(model="kimi-linear", prefill="TP {ranked[0]}", decode="TP {ranked[1]}", interpreted=True)
 @pytest.mark.extended("which rank sends a latent is decided in units")
 def test_latents_of_several_ranks_cross_once(ranked: Stack) -> None:
     """All ranks keep the same of MLA; states are divided among them."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prfaas.cli.common import CliError, ReadyTimeout, counted_progress, example_path
+from prfaas.cli.common import CliError, ReadyTimeout, counted_progress
 from prfaas.cli.completions import made_model_names
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def demo(
 
     from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import load_deployment
+    from prfaas.core.deployment.examples import example_path
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
     from prfaas.serving.engines.preparation import ensure_model
     from prfaas.tools.demo import DemoError, run_demo

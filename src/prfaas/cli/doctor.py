@@ -42,7 +42,7 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
     import asyncio
 
     from prfaas.core.deployment import DeploymentError, load_deployment
-    from prfaas.core.pages import page
+    from prfaas.core.shipped import page
     from prfaas.tools.doctor import check_model
     from prfaas.tools.finding import ok, problem
     from prfaas.tools.rank_facts import check_ranks

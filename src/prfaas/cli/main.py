@@ -41,7 +41,7 @@ from prfaas.cli.simulate import simulate
 from prfaas.cli.status import status
 from prfaas.cli.study import study
 from prfaas.cli.up import up
-from prfaas.core.pages import page
+from prfaas.core.shipped import page
 
 # More characters than any command's first sentence has.
 _WHOLE = 1000

@@ -10,7 +10,6 @@ import typer
 from prfaas.cli.common import (
     AsJson,
     CliError,
-    example_path,
     made_folder,
     print_json,
     progress_bar,
@@ -65,6 +64,7 @@ def study(
     Example: prfaas study bandwidth --out out
     """
     from prfaas.core.deployment import load_planned
+    from prfaas.core.deployment.examples import example_path
     from prfaas.core.workload.requests import read_requests
     from prfaas.lab.studies import context_of, page_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from prfaas.core.pages import page
+from prfaas.core.shipped import page
 from prfaas.tools.monitoring.alerts import rules, rules_yaml
 
 from .alert_cases import CASES, Case

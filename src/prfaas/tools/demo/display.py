@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
-from prfaas.core.pages import page
+from prfaas.core.shipped import page
 
 DEMO_COLUMNS = 99
 """Tables and sentences are no wider; the same fits a page of documentation."""

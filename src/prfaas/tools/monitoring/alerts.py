@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from prfaas import __version__
-from prfaas.core.pages import page
+from prfaas.core.shipped import page
 
 _RULES = Path(__file__).with_name("prfaas.rules.yaml")
 _HEAD = f"# Alert rules of prfaas {__version__}, by `prfaas monitoring alerts`.\n"
@@ -21,7 +21,9 @@ def rules(runbooks: str | None = None) -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load(_RULES.read_text(encoding="utf-8"))
     for group in document["groups"]:
         for rule in group["rules"]:
-            rule["annotations"]["runbook_url"] = f"{runbooks or page('guides/alerts')}#{rule['alert'].lower()}"
+            rule["annotations"]["runbook_url"] = (
+                f"{runbooks or page('guides/alerts')}#{rule['alert'].lower()}"
+            )
     return document
 
 

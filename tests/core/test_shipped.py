@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.core import pages
-from prfaas.core.pages import page
+from prfaas.core import shipped
+from prfaas.core.shipped import page
 
 
 def test_in_a_checkout_it_is_the_file() -> None:
@@ -16,7 +16,7 @@ def test_in_a_package_it_is_the_file_that_came_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "prfaas/docs").mkdir(parents=True)
-    monkeypatch.setattr(pages, "_PACKAGE", tmp_path / "prfaas")
+    monkeypatch.setattr(shipped, "_PACKAGE", tmp_path / "prfaas")
     assert page("guides/alerts") == str(tmp_path / "prfaas/docs/guides/alerts.md")
 
 
