@@ -45,9 +45,7 @@ def alerts(
     folder: Folder = None,
     runbooks: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL", help="Where the guide of alerts is served; each alert links to its section there."
-        ),
+        typer.Option(metavar="URL", help="Where the guide of alerts is served, to which each alert links."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
