@@ -72,8 +72,11 @@ def build(target: Path) -> None:
     if target.exists():
         shutil.rmtree(target)
     shutil.copytree(SOURCE, target / "prfaas", ignore=shutil.ignore_patterns("__pycache__"))
-    examples = SOURCE.parent.parent / "examples"
-    shutil.copytree(examples, target / "prfaas" / "examples", dirs_exist_ok=True)
+    # As a wheel has them (core/shipped.py).
+    for shipped in ("docs", "examples"):
+        folder = SOURCE.parent.parent / shipped
+        pictures = shutil.ignore_patterns("img")
+        shutil.copytree(folder, target / "prfaas" / shipped, ignore=pictures, dirs_exist_ok=True)
     for name in COMPILED:
         path = target / "prfaas" / name
         path.write_text(native_source(path.read_text(encoding="utf-8")), encoding="utf-8")

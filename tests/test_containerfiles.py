@@ -123,3 +123,12 @@ def test_the_build_context_has_what_is_copied_and_nothing_else() -> None:
     }
     assert "*" in lines
     assert given == copied
+
+
+def test_images_are_built_of_what_the_package_has() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {folder.partition("/")[0] for folder in wheel["only-include"]}
+    assert "src" in needed
+    for path in FILES:
+        copied = {rest.split()[0] for name, rest in instructions(path.read_text()) if name == "COPY"}
+        assert needed <= copied

@@ -75,6 +75,29 @@ def test_commands_exist_as_they_are_written(page: str) -> None:
     assert [f"prfaas {shlex.join(words)}: {why}" for words, why in found if why is not None] == []
 
 
+TARGETS = frozenset(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+_MAKE = re.compile(r"(?:^|[;&`] *)make ([a-z][\w-]*)", re.MULTILINE)
+_PROGRAM = re.compile(r"python3? ((?:bench|studies|tests|requirements|docs)/[\w/.]+\.py)([^\n|;&>`]*)")
+_OPTION = re.compile(r"(?<![\w-])--[\w-]+")
+
+
+def unknown_of(text: str) -> Iterator[str]:
+    """Targets of make and programs of the repository that a page names and that aren't there, and their options."""
+    text = text.replace("\\\n", " ")
+    yield from (f"make {target}" for target in _MAKE.findall(text) if target not in TARGETS)
+    for program, rest in _PROGRAM.findall(text):
+        if not (ROOT / program).is_file():
+            yield program
+            continue
+        source = (ROOT / program).read_text(encoding="utf-8")
+        yield from (f"{program} {option}" for option in _OPTION.findall(rest) if f'"{option}"' not in source)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_targets_and_programs_exist_as_they_are_written(page: str) -> None:
+    assert list(unknown_of((ROOT / page).read_text(encoding="utf-8"))) == []
+
+
 def leaves(command: Any = ROOT_COMMAND, name: str = "prfaas") -> Iterator[tuple[str, Any]]:
     if not hasattr(command, "commands"):
         yield name, command
@@ -122,6 +145,8 @@ def test_the_reference_has_every_study() -> None:
 
 
 def test_the_checks_catch_what_they_should() -> None:
+    typed = "```sh\nmake tea\nmake docs\n```\n`python bench/gateway.py --teapot 3`, `python bench/tea.py`"
+    assert list(unknown_of(typed)) == ["make tea", "bench/gateway.py --teapot", "bench/tea.py"]
     shell = "prfaas up x.yaml --sight east\nprfaas fly\nprfaas plan \\\n  a.yaml --sweeps 3 | cat\n"
     page = f"```sh\n{shell}```\n`prfaas up x`"
     found = [problem(words) for words in commands_in(page)]

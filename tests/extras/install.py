@@ -71,6 +71,7 @@ UNWANTED = {
 LOWEST = "lowest"
 IN_THE_WHEEL = (
     "prfaas/py.typed",
+    "prfaas/docs/reference/deployment-file.md",
     "prfaas/examples/local.yaml",
     "prfaas/examples/paper.yaml",
     "prfaas/examples/recipes/gpt-oss-120b.yaml",

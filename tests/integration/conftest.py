@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 
 import pytest
+from tests.support_table import deployments_in, problems, shown_by
 
 from .stack import TEMPLATES
 
@@ -18,3 +19,13 @@ def templates() -> Iterator[None]:
     """End those that engines were forked of."""
     with TEMPLATES:
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """What a test says that it shows is what its engines were started as: the support table is made of that."""
+    shown = shown_by(item)
+    if shown is not None:
+        for deployment in deployments_in(getattr(item, "funcargs", {}).values()):
+            found = problems(shown, deployment)
+            assert not found, f"{item.nodeid}: {'; '.join(found)}"

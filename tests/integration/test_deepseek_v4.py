@@ -41,6 +41,7 @@ def v4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield from running(path, with_shims("with_deepseek_v4"))
 
 
+@pytest.mark.shows(model="deepseek-v4", interpreted=True)
 def test_answers_are_those_of_a_plain_engine(v4: Stack) -> None:
     prompts = [prompt(890 + seed, tokens) for seed, tokens in enumerate((300, 700, 1000))]
     v4.check_offloaded(prompts, prefill=PREFILL, decode=DECODE)

@@ -23,6 +23,7 @@ RESTARTED = pytest.mark.extended(
 )
 
 
+@pytest.mark.shows(model="{model}", pool="{restarts}")
 @pytest.mark.parametrize(
     ("model", "restarts"),
     [

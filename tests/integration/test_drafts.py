@@ -28,6 +28,7 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Tol
         yield stack, ToldDrafts(told)
 
 
+@pytest.mark.shows(model="qwen3", drafts="draft model at both ends")
 def test_the_drafters_kv_moves_with_the_models(alike: tuple[Stack, ToldDrafts]) -> None:
     """The model drafts what it would say itself, so nearly all is accepted: with the KV of both it is.
 
@@ -70,6 +71,7 @@ def of_two_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S
         yield stack, ToldDrafts(told)
 
 
+@pytest.mark.shows(model="qwen3-next", drafts="two MTP modules at both ends", interpreted=True)
 def test_of_two_modules_the_second_has_the_kv_of_the_prompt_too(
     of_two_modules: tuple[Stack, ToldDrafts],
 ) -> None:
@@ -85,7 +87,14 @@ def test_of_two_modules_the_second_has_the_kv_of_the_prompt_too(
     assert len(equal) >= len(PROMPTS) and sum(equal) >= 0.95 * len(equal)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3-next"])
+# Hybrids draft with kernels of Triton only.
+AT_HOME = [
+    pytest.param("qwen3", marks=pytest.mark.shows(drafts="draft model, decode only")),
+    pytest.param("qwen3-next", marks=pytest.mark.shows(drafts="MTP, decode only", interpreted=True)),
+]
+
+
+@pytest.fixture(scope="module", params=AT_HOME)
 def drafting_at_home(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
@@ -93,6 +102,7 @@ def drafting_at_home(
     yield from running(*write_drafting(directory, model=request.param, prefill=0, decode=2))
 
 
+@pytest.mark.shows(model="{drafting_at_home}")
 def test_a_decode_engine_drafts_behind_prompts_of_one_that_does_not(drafting_at_home: Stack) -> None:
     stack = drafting_at_home
     answered = [(ids, answer.token_ids) for ids, answer in offload(stack)]
@@ -108,6 +118,7 @@ def drafting_away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield from running(*write_drafting(directory, model="qwen3-next", prefill=2, decode=0))
 
 
+@pytest.mark.shows(model="qwen3-next", drafts="MTP, prefill only", interpreted=True)
 def test_a_prompt_of_an_engine_that_drafts_is_worth_the_same(drafting_away: Stack) -> None:
     """The layers of an engine that drafts are in other groups, its states have more rows, and its chunks other ends."""
     stack = drafting_away
@@ -121,6 +132,7 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield from running(*write_drafting(directory, model="qwen3-next", prefill=1, decode=3))
 
 
+@pytest.mark.shows(model="qwen3-next", drafts="MTP, 1 and 3 drafts", interpreted=True)
 def test_no_turn_of_a_conversation_is_prefilled_twice(unlike: Stack) -> None:
     """A drafter starts from the model's hidden states, so vLLM computes the last block of a cached prefix anew."""
     stack = unlike

@@ -108,6 +108,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.mark.extended(
     "its layers are those of qwen3-next; a family that is read off the engine is in `make test`"
 )
+@pytest.mark.shows(model="qwen3.5")
 def test_qwen_3_5_is_served(qwen: Stack) -> None:
     told, read = told_by(qwen), qwen.deployment.model.kv_model()
     assert (told.token_bytes, told.fixed_bytes) == (read.token_bytes, read.fixed_bytes)
@@ -119,6 +120,7 @@ def unknown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield from serving(tmp_path_factory.mktemp("prfaas-unknown"), STABLE_LM)
 
 
+@pytest.mark.shows(model="stablelm")
 def test_a_family_without_a_reader_is_served_and_told(unknown: Stack) -> None:
     assert unknown.deployment.model.known_kv_model() is None
     told = told_by(unknown)

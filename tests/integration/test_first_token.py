@@ -54,6 +54,7 @@ def streamed(stack: Stack, body: dict[str, Any]) -> tuple[str, list[Any], list[f
     return route, events, times_s
 
 
+@pytest.mark.shows(model="qwen3-next", first_token=True)
 def test_answers_are_those_of_a_plain_engine(first_stack: Stack) -> None:
     """The prefill engine computes the whole prompt, as a plain engine does: the split is the same."""
     equal, first = [], 0

@@ -30,6 +30,7 @@ def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     yield from running(path, with_shims("with_triton", "with_async_scheduling"))
 
 
+@pytest.mark.shows(model="{chain}", interpreted=True, what="model runner of GPUs")
 def test_answers_are_those_of_a_plain_engine(chain: Stack) -> None:
     # Of three chunks, and of five with a last one that ends at a block's end.
     prompts = [prompt(870 + seed, tokens) for seed, tokens in enumerate((2600, 3075, 4097))]

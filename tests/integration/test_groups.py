@@ -99,6 +99,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
         started.close()
 
 
+@pytest.mark.shows(model="qwen3-next", decode="TP 1, DP 2", what="stand-in for what ranks exchange")
 def test_both_ranks_load_and_answer(group: Group) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answered = list(pool.map(group.ask, range(12)))

@@ -107,6 +107,7 @@ def test_a_client_gets_the_bytes_that_the_engine_sends_without_ids(stack: Stack,
     assert b'"token_ids":[' in asked and b'"prompt_token_ids":[' in asked
 
 
+@pytest.mark.shows(model="qwen3", what="a decode engine that dies")
 @pytest.mark.parametrize(
     ("name", "after"), [("reasoning", 25), ("text", 12), ("tools", 40), ("logprobs", 31)]
 )

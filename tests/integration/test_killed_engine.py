@@ -133,6 +133,7 @@ def among(shares: Collection[float], share: float, *more: object) -> Any:
     return pytest.param(*more, share, marks=() if share in shares else EXTENDED)
 
 
+@pytest.mark.shows(model="qwen3", what="a prefill engine that dies")
 @pytest.mark.parametrize("share", [among((0.25,), share) for share in SHARES])
 def test_what_had_come_is_loaded_and_the_rest_computed(dense: Stack, share: float) -> None:
     risen = kill_at(dense, share, checkpoints=0)
@@ -146,6 +147,7 @@ def test_what_had_come_is_loaded_and_the_rest_computed(dense: Stack, share: floa
 CUTS = {("qwen3-next", 1): (0.95,), ("gpt-oss", 1): (0.5,), ("qwen3-next", 2): (0.75,)}
 
 
+@pytest.mark.shows(model="{cut[0]}", prefill="TP {cut[1]}", what="a prefill engine that dies")
 @pytest.mark.parametrize(
     ("cut", "share"),
     [among(shares, share, cut) for cut, shares in CUTS.items() for share in SHARES],

@@ -58,6 +58,7 @@ def kimi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     yield from serving(directory, hook=request.param == "on")
 
 
+@pytest.mark.shows(model="kimi-linear", interpreted=True, what="vLLM's hook {kimi}")
 def test_answers_are_those_of_a_plain_engine(kimi: Stack) -> None:
     prompts = [prompt(870 + seed, tokens) for seed, tokens in enumerate(PROMPTS)]
     kimi.check_offloaded(prompts, prefill=PREFILL, decode=DECODE)
@@ -68,6 +69,7 @@ def ranked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield from serving(tmp_path_factory.mktemp("prfaas-ranked-kimi"), ranks=request.param)
 
 
+@pytest.mark.shows(model="kimi-linear", prefill="TP {ranked[0]}", decode="TP {ranked[1]}", interpreted=True)
 @pytest.mark.extended("which rank sends a latent is decided in units")
 def test_latents_of_several_ranks_cross_once(ranked: Stack) -> None:
     """All ranks keep the same of MLA; states are divided among them."""

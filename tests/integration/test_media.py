@@ -71,6 +71,7 @@ def loaded(stack: Stack) -> float:
     return stack.metric(DECODE, "vllm:prompt_tokens_by_source_total", source)
 
 
+@pytest.mark.shows(model="qwen3-vl", what="images")
 def test_a_conversation_about_two_images(stack: Stack) -> None:
     messages: list[dict[str, Any]] = []
     sides = [image((200, 30, 30)), image((20, 90, 160))]

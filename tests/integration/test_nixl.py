@@ -48,6 +48,7 @@ def nixl_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield from running(with_nixl(tmp_path_factory.mktemp("prfaas-nixl"), pools=False))
 
 
+@pytest.mark.shows(model="qwen3-next", nixl=True)
 def test_tokens_are_those_of_the_same_split(nixl_stack: Stack) -> None:
     """Of lengths before, at and after block ends; and again with a prefix that the decode engine holds."""
     draw = random.Random(4)
@@ -110,6 +111,7 @@ def test_a_producer_that_dies_costs_a_prefill(nixl_stack: Stack) -> None:
 PREFILL, DECODE = "home-prefill-0", "home-decode-0"
 
 
+@pytest.mark.shows(model="qwen3-next", nixl=True, pool=True)
 @pytest.mark.slow("engines of its own, started anew to find what the pool kept")
 def test_a_pool_has_what_engines_lost_and_nixl_moves_all_of_it(tmp_path: Path) -> None:
     with Stack(with_nixl(tmp_path, pools=True)) as stack:

@@ -183,6 +183,10 @@ OTHER_KINDS = pytest.mark.extended(
 OF_GPUS = pytest.mark.extended("vLLM's other model runner, which it takes on GPUs, calls the same hooks")
 
 
+INTERPRETED = pytest.mark.shows(interpreted=True, what="model runner of GPUs")
+
+
+@pytest.mark.shows(model="{model}", pool=True)
 @pytest.mark.parametrize(
     ("model", "shims"),
     [
@@ -190,7 +194,7 @@ OF_GPUS = pytest.mark.extended("vLLM's other model runner, which it takes on GPU
         ("gpt-oss", ()),
         pytest.param("mimo-v2-flash", (), marks=OTHER_KINDS),
         pytest.param("qwen3", (), marks=OTHER_KINDS),
-        pytest.param("qwen3-next", ("with_triton",), marks=OF_GPUS),
+        pytest.param("qwen3-next", ("with_triton",), marks=(OF_GPUS, INTERPRETED)),
     ],
 )
 def test_a_new_engine_answers_from_the_pool_as_from_its_own_blocks(
@@ -226,6 +230,7 @@ def test_a_new_engine_answers_from_the_pool_as_from_its_own_blocks(
         assert cached_tokens(here.ask("two", turn)) >= cached_tokens(own[1])
 
 
+@pytest.mark.shows(model="qwen3", drafts="draft model at both ends", pool=True)
 @OTHER_KINDS
 def test_an_engine_that_drafts_finds_its_drafters_blocks_too(tmp_path: Path) -> None:
     """The model drafts what it would say itself, so nearly all is taken where the drafter knows the prompt."""
@@ -329,6 +334,7 @@ def leave_early(here: Pooled, ids: Sequence[int]) -> None:
     connection.close()
 
 
+@pytest.mark.shows(model="qwen3-next", prefill="TP 2", decode="TP 2", pool=True)
 @pytest.mark.extended("pages of several ranks are in `make test` without engines")
 def test_two_tensor_parallel_ranks_share_pages(tmp_path: Path) -> None:
     ids = prompt(9600, 3000)

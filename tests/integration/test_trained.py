@@ -69,6 +69,7 @@ def check_told(trained: TrainedStack, author: Author, answer: DemoAnswer) -> Dem
     return trained.check_forced(author.prompt(trained.tokenizer), answer.token_ids)
 
 
+@pytest.mark.shows(model="{trained}")
 @EACH
 def test_first_lines_are_answered_alike_after_offloading(trained: TrainedStack) -> None:
     trained.revive(FAR, *HOMES)
@@ -105,6 +106,7 @@ def streamed_and_killed(trained: TrainedStack, ids: list[int]) -> tuple[str, str
     return route["decode"], "".join(texts)
 
 
+@pytest.mark.shows(model="{trained}", what="a decode engine that dies")
 @EACH
 def test_a_stream_goes_on_elsewhere_as_a_plain_engine_would(trained: TrainedStack) -> None:
     trained.revive(FAR, *HOMES)
@@ -123,6 +125,7 @@ def test_a_stream_goes_on_elsewhere_as_a_plain_engine_would(trained: TrainedStac
     trained.check_forced(ids, token_ids, engine=alive)
 
 
+@pytest.mark.shows(model="{trained}", pool=True)
 @EACH
 def test_first_lines_are_answered_alike_from_the_pool(trained: TrainedStack) -> None:
     trained.revive(FAR, *HOMES)
@@ -139,6 +142,7 @@ def test_first_lines_are_answered_alike_from_the_pool(trained: TrainedStack) -> 
         check_told(trained, author, answer)
 
 
+@pytest.mark.shows(model="{trained}", what="a prefill engine that dies")
 @EACH
 def test_first_lines_are_answered_alike_after_a_prefill_engine_dies(trained: TrainedStack) -> None:
     trained.revive(FAR, *HOMES)

@@ -51,6 +51,11 @@ class Side:
             self.kv_cache_dtype != "auto"
         )
 
+    @property
+    def divided(self) -> str:
+        """As the support table has it."""
+        return f"TP {self.ranks}" + f", PP {self.stages}" * (self.stages > 1)
+
 
 @dataclass(frozen=True)
 class Unlike:
@@ -68,6 +73,12 @@ class Unlike:
     @property
     def shims(self) -> tuple[str, ...]:
         return (*["with_stages"] * (self.prefill.stages > 1), *["with_triton"] * self.is_of_gpus)
+
+    @property
+    def dtypes(self) -> str:
+        """As the support table has it."""
+        kept = [each.kv_cache_dtype.replace("auto", "16 bits") for each in (self.prefill, self.decode)]
+        return " → ".join(dict.fromkeys(kept))
 
     @property
     def is_converted(self) -> bool:
@@ -152,6 +163,14 @@ def crossed(answer: DemoAnswer) -> bool:
     return answer.route["prefill"] == PREFILL and "fallback" not in answer.route
 
 
+@pytest.mark.shows(
+    model="{unlike.model}",
+    prefill="{unlike.prefill.divided}",
+    decode="{unlike.decode.divided}",
+    dtype="{unlike.dtypes}",
+    interpreted="{unlike.is_of_gpus}",
+    what="blocks of {unlike.prefill.block_tokens} and {unlike.decode.block_tokens} tokens",
+)
 def test_answers_and_bytes_are_those_of_equal_engines(unlike: tuple[Unlike, Stack]) -> None:
     case, stack = unlike
     narrower = (

@@ -34,6 +34,7 @@ def hookless(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     yield from running(path, with_shims("without_hook"))
 
 
+@pytest.mark.shows(model="{hookless}", what="vLLM's hook off")
 def test_answers_are_those_of_a_plain_engine(hookless: Stack) -> None:
     # Of three chunks, and of five with a last one that ends at a block's end.
     prompts = [prompt(800 + seed, tokens) for seed, tokens in enumerate((2600, 3075, 4097))]

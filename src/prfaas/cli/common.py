@@ -198,20 +198,6 @@ def field_number(name: str, field: str, text: str) -> float:
     return value
 
 
-def example_path(name: str) -> Path:
-    """The path of `examples/NAME`.
-
-    Raises:
-        CliError: it is not there.
-    """
-    from prfaas.core.deployment import examples
-
-    try:
-        return examples.example_path(name)
-    except FileNotFoundError:
-        raise CliError(f"examples/{name} is not installed with this prfaas") from None
-
-
 DeploymentPath = Annotated[
     Path, typer.Argument(metavar="DEPLOYMENT", help="The deployment file, for example examples/local.yaml.")
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from prfaas.cli.common import CliError, ReadyTimeout, counted_progress, example_path
+from prfaas.cli.common import CliError, ReadyTimeout, counted_progress
 from prfaas.cli.completions import made_model_names
 from prfaas.cli.option_groups import argument, option, with_options
 
@@ -61,6 +61,7 @@ def demo(
 
     from prfaas.cli.fetching import fetch_model
     from prfaas.core.deployment import load_deployment
+    from prfaas.core.deployment.examples import example_path
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
     from prfaas.tools.demo import DemoError, run_demo
     from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps, print_outcome

@@ -42,6 +42,7 @@ from prfaas.cli.status import status
 from prfaas.cli.study import study
 from prfaas.cli.up import up
 from prfaas.cli.worth import worth
+from prfaas.core.shipped import page
 
 # More characters than any command's first sentence has.
 _WHOLE = 1000
@@ -85,6 +86,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=f"Pages that are named: {page('index')} and beside it.",
 )
 # By what they are for, as the overview has them.
 _COMMANDS: dict[str, tuple[Any, ...]] = {

@@ -45,10 +45,8 @@ def grafana(
 @with_options
 def alerts(
     folder: Folder = None,
-    runbooks: str = option(
-        "docs/guides/alerts.md",
-        "Where the guide of alerts is served; each alert links to its section there.",
-        metavar="URL",
+    runbooks: str | None = option(
+        None, "Where the guide of alerts is served, to which each alert links.", metavar="URL"
     ),
     as_json: AsJson = False,
 ) -> None:

@@ -56,7 +56,7 @@ def plan(
 ) -> None:
     """Say what a deployment can do: best threshold and roles, throughput, TTFT, cost, and what limits it.
 
-    The file needs no servers, only counts, profiles and a workload; docs/guides/plan.md explains fields and results.
+    The file needs no servers, only counts, profiles and a workload; the page guides/plan explains fields and results.
 
     Example: prfaas plan examples/paper.yaml --plot plots
     """

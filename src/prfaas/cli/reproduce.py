@@ -17,7 +17,7 @@ def reproduce(
 
     The page is made by studies/ of a checkout. Exit code 1 if a number differs by more than 1 % and no reason is known.
 
-    Example: prfaas reproduce --out docs/explanation/reproduction.md
+    Example: prfaas reproduce --out reproduction.md
     """
     from prfaas.cli.study_folder import own_module
 

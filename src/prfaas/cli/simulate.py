@@ -171,8 +171,8 @@ def simulate(
 ) -> None:
     """Simulate a deployment under load: TTFT, throughput, queues and egress, with the scheduler's own code.
 
-    The first tenth of the time is warm-up and not counted. The same seed gives the same numbers. Options and results:
-    docs/guides/simulate.md.
+    The first tenth of the time is warm-up and not counted. The same seed gives the same numbers. The page
+    guides/simulate has options and results.
 
     Example: prfaas simulate examples/paper.yaml --load 0.9 --compare paper,tilted --report out
     """

@@ -10,7 +10,6 @@ import typer
 from prfaas.cli.common import (
     AsJson,
     CliError,
-    example_path,
     made_folder,
     print_json,
     progress_bar,
@@ -51,12 +50,12 @@ def study(
 ) -> None:
     """Carry out a study on the simulator and write it down: tables, plots and what they say.
 
-    docs/explanation/studies.md is `prfaas study all --out docs/explanation`. One PrfaaS and one PD cluster. Progress
-    and speed go to stderr.
+    One PrfaaS and one PD cluster. Progress and speed go to stderr. The page explanation/studies has those of the house.
 
     Example: prfaas study bandwidth --out out
     """
     from prfaas.core.deployment import load_planned
+    from prfaas.core.deployment.examples import example_path
     from prfaas.core.workload.requests import read_requests
     from prfaas.lab.studies import context_of, page_of
 

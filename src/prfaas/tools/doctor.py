@@ -19,6 +19,7 @@ from prfaas.core.deployment.speculation import kept_model
 from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError, UnknownModelError
 from prfaas.core.kv.drafters import DrafterError
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
+from prfaas.core.shipped import page
 from prfaas.core.units import format_bytes
 from prfaas.serving.certificates import https_options
 from prfaas.serving.engines.synthetic import VERSION as SYNTHETIC_VERSION
@@ -63,7 +64,7 @@ async def diagnose(path: Path, *, probe: bool) -> list[Finding]:
     try:
         deployment = load_deployment(path)
     except DeploymentError as error:
-        mend = "correct the file; docs/reference/deployment-file.md explains every field"
+        mend = f"correct the file; every field is in {page('reference/deployment-file')}"
         return [problem("file", str(error), mend)]
     findings = [ok("file", f"{path} is valid"), check_model(deployment), check_key(deployment)]
     findings += [*check_ranks(deployment), *check_certificates(deployment), *check_encryption(deployment)]

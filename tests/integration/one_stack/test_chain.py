@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.shows(model="qwen3-next")
 @pytest.mark.parametrize("tokens", [2, 3, 255, 256, 257, 258, 1025, 1949, 2051, 3073, 5000])
 def test_answers_are_those_of_a_plain_engine_with_the_same_split(stack: Stack, tokens: int) -> None:
     ids = prompt(tokens, tokens)

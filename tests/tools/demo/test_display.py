@@ -75,7 +75,8 @@ def test_what_to_try_next_are_commands_that_exist(deployment: Deployment) -> Non
 
     names = {command.callback.__name__ for command in app.registered_commands if command.callback}
     lines = list(next_steps(is_on_path=True))
-    assert lines[-1] == "docs/tutorial/1-first-request.md takes you through it."
+    place, _, rest = lines[-1].partition(" ")
+    assert Path(place).is_file() and rest == "takes you through it."
     assert max(map(len, lines)) <= DEMO_COLUMNS
     commands = [line.split()[1] for line in lines if line.strip().startswith("prfaas ")]
     assert len(commands) == 5 and set(commands) <= names

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from prfaas.tools.monitoring.alerts import RUNBOOKS, rules, rules_yaml
+from prfaas.core.shipped import page
+from prfaas.tools.monitoring.alerts import rules, rules_yaml
 
 from .alert_cases import CASES, Case
 from .catalogue import TARGET_LABELS, catalogue
 from .promql import result_labels
 
-PAGE = (Path(__file__).parents[3] / RUNBOOKS).read_text(encoding="utf-8")
+RUNBOOKS = page("guides/alerts")
+PAGE = Path(RUNBOOKS).read_text(encoding="utf-8")
 SAMPLES = {**catalogue().samples, "up": TARGET_LABELS}
 (GROUP,) = rules()["groups"]
 ALERTS = GROUP["rules"]

@@ -1,9 +1,9 @@
-"""The deployment files that come with prfaas: in the installed package, or in the repository it is run from."""
+"""The deployment files that come with prfaas."""
 
+import errno
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parents[2]
-_FOLDERS = (_PACKAGE / "examples", _PACKAGE.parents[1] / "examples")
+from prfaas.core.shipped import shipped
 
 
 def example_files(folder: str = "") -> dict[str, Path]:
@@ -12,10 +12,7 @@ def example_files(folder: str = "") -> dict[str, Path]:
     Args:
         folder: below that of the examples: "recipes" has a file for each of some models that people run.
     """
-    for examples in _FOLDERS:
-        if examples.is_dir():
-            return {path.name: path for path in sorted((examples / folder).glob("*.yaml"))}
-    return {}
+    return {path.name: path for path in sorted((shipped("examples") / folder).glob("*.yaml"))}
 
 
 def example_path(name: str) -> Path:
@@ -28,9 +25,8 @@ def example_path(name: str) -> Path:
     Raises:
         FileNotFoundError: there is none of that name; the text says which there are.
     """
-    for folder in _FOLDERS:
-        for path in (folder / name, folder / f"{name}.yaml"):
-            if path.is_file():
-                return path
+    for path in (shipped("examples") / name, shipped("examples") / f"{name}.yaml"):
+        if path.is_file():
+            return path
     known = ", ".join(file.removesuffix(".yaml") for file in example_files()) or "none with this installation"
-    raise FileNotFoundError(f'there is no example "{name}"; there are {known}')
+    raise FileNotFoundError(errno.ENOENT, f"there is no such example; there are {known}", name)

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.shipped import page
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.tools.demo.compare import Equality
@@ -50,7 +51,7 @@ def next_steps(*, is_on_path: bool) -> Iterator[str]:
     width = max(len(command) for command, _ in _STEPS)
     for command, what in _STEPS:
         yield f"  {command:<{width}}  {what}"
-    yield "docs/tutorial/1-first-request.md takes you through it."
+    yield f"{page('tutorial/1-first-request')} takes you through it."
 
 
 _HYBRID = "qwen3-next"
