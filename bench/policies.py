@@ -240,7 +240,8 @@ class Comparison:
     def chosen(self) -> Spec:
         """The default by the rule."""
         good = [spec for spec in self._options.policies if not self.fails(spec)]
-        return min(good, key=lambda spec: self.ratio(spec, "mean").middle, default=self._options.base)
+        base: Spec = self._options.base
+        return min(good, key=lambda spec: self.ratio(spec, "mean").middle, default=base)
 
 
 def policies_table(comparison: Comparison, options: argparse.Namespace) -> Table:
