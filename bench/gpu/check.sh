@@ -47,7 +47,7 @@ step() {
 	if [ -n "${ONLY:-}" ] && [[ " $ONLY " != *" $name "* ]]; then
 		return
 	fi
-	timeout -k 15 "$seconds" "$python" "$@" 2>"$out/$name.err" | tee "$out/$name.txt"
+	timeout -k 5 "$seconds" "$python" "$@" 2>"$out/$name.err" | tee "$out/$name.txt"
 	status=$?
 	if [ "$status" = 0 ]; then
 		return
@@ -65,14 +65,14 @@ engines() {
 	step "$1" "$2" bench/gpu/engines.py "${@:3}" --device "$device" --out "$out/$1"
 }
 
-# Together 450 s on a GPU.
+# Together 450 s on a GPU, and 5 s more for each that has to be killed.
 if [ "$device" = cuda ]; then
-	step workers 60 bench/gpu/workers.py --device cuda --json "$out/workers.json"
-	step pages 70 bench/gpu/pages.py --json "$out/pages.json"
-	engines kimi-linear 80 kimi-linear
-	engines qwen3-next-mtp 80 qwen3-next-mtp
-	engines kimi-linear-piecewise 80 kimi-linear --graphs piecewise
-	engines qwen3-next-mtp-piecewise 80 qwen3-next-mtp --graphs piecewise
+	step workers 50 bench/gpu/workers.py --device cuda --json "$out/workers.json"
+	step pages 60 bench/gpu/pages.py --json "$out/pages.json"
+	engines kimi-linear 85 kimi-linear
+	engines qwen3-next-mtp 85 qwen3-next-mtp
+	engines kimi-linear-piecewise 85 kimi-linear --graphs piecewise
+	engines qwen3-next-mtp-piecewise 85 qwen3-next-mtp --graphs piecewise
 else
 	step workers 240 bench/gpu/workers.py --device cpu --json "$out/workers.json"
 	engines kimi-linear 240 kimi-linear

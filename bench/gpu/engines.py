@@ -8,7 +8,7 @@ has no connector. The other two have ours, the gateway before them, and loopback
 - Answers to the same prompts, the last prompt token computed alone both times. They are equal, or differ first at a tie
   of bf16; or, where a router picked another expert or drafts split a step otherwise, the decode engine that is made to
   say the same finds most of the tokens likeliest.
-- The time of a token (TPOT) of one request, and tokens a second of eight: with the connector and without.
+- The time of a token (TPOT) of one request, and tokens a second of several: with the connector and without.
 - The time of a prefill at the prefill engine, alone and while it sends.
 
 `--device cpu` runs the same where there is no GPU: Triton's kernels are interpreted and there are no graphs, so its
@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,6 @@ from prfaas.tools.demo.compare import Equality
 from prfaas.tools.demo.reference import REFERENCE_NAME, reference_command, reference_deployment
 
 FAR, HOME = "east-prefill-0", "home-decode-0"
-AT_ONCE = 8
 DRAFTED_TOKENS = 1
 GPU_SHARE = 0.2
 """Of a GPU's memory, for each engine: tiny models need a fraction of it."""
@@ -115,6 +114,8 @@ class Load:
     answer_tokens: int
     pace_tokens: int
     """Of answers whose tokens are timed."""
+    at_once: int
+    """So many of them, where the engine's tokens a second are counted."""
     prefill_tokens: int
     prefills: int
     context_tokens: int
@@ -124,8 +125,8 @@ class Load:
 
 LOADS = {
     # Of less than a chunk, of several, and of several with a last one that ends with a block.
-    "cuda": Load((700, 5000, 8193), 64, 256, 8192, 6, 16_384, 2048, 1.0),
-    "cpu": Load((41, 300), 8, 8, 300, 1, 1024, 1024, 0.25),
+    "cuda": Load((700, 5000, 8193), 64, 256, 8, 8192, 6, 16_384, 2048, 1.0),
+    "cpu": Load((41, 300), 8, 4, 2, 300, 1, 1024, 1024, 0.25),
 }
 
 
@@ -211,13 +212,16 @@ def environment(model: Model, device: str) -> dict[str, str]:
 
 
 @contextmanager
-def plain_engine(path: Path, env: dict[str, str]) -> Iterator[str]:
-    """A plain engine; its URL."""
+def plain_engine(path: Path, env: dict[str, str]) -> Iterator[Callable[[], str]]:
+    """A plain engine, started; what waits until it answers, and tells its URL."""
     deployment = reference_deployment(load_deployment(path))
-    engines = RunningEngines(deployment, extra_env=env, command=reference_command, templates=TEMPLATES)
-    with engines:
+
+    def ready() -> str:
         engines.wait_ready()
-        yield deployment.instance(REFERENCE_NAME).url
+        return deployment.instance(REFERENCE_NAME).url
+
+    with RunningEngines(deployment, extra_env=env, command=reference_command, templates=TEMPLATES) as engines:
+        yield ready
 
 
 def asked(url: str, body: dict[str, Any]) -> DemoAnswer:
@@ -254,10 +258,10 @@ def pace(url: str, load: Load) -> Pace:
         return time.perf_counter() - began_s
 
     answers(1, 10)
-    answers(AT_ONCE, 20)
+    answers(load.at_once, 20)
     tpot_ms = mean_ms(url, "request_time_per_output_token_seconds", lambda: answers(1, 30))
-    took_s = answers(AT_ONCE, 40)
-    return Pace(tpot_ms, AT_ONCE * load.pace_tokens / took_s)
+    took_s = answers(load.at_once, 40)
+    return Pace(tpot_ms, load.at_once * load.pace_tokens / took_s)
 
 
 def prefill_ms(stack: Stack, load: Load) -> tuple[float, float]:
@@ -279,41 +283,63 @@ def prefill_ms(stack: Stack, load: Load) -> tuple[float, float]:
     return mean_ms(url, metric, lambda: alone(300)), mean_ms(url, metric, lambda: sending(400))
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What a plain engine says, and how fast."""
+
+    answers: Sequence[DemoAnswer]
+    pace: Pace
+
+
 def check(name: str, device: str, graphs: str, directory: Path) -> Found:
     """All that is asked of a model."""
     model, load = MODELS[name], LOADS[device]
     path, env = write(directory, model, load, device, graphs), environment(model, device)
     prompts = [prompt(870 + seed, tokens) for seed, tokens in enumerate(load.prompts)]
-    with ExitStack() as plain:
-        url = plain.enter_context(plain_engine(path, env))
-        wanted = [asked(url, reference_body(ids, load.answer_tokens, "plain")) for ids in prompts]
-        without = pace(url, load)
+
+    def plain(url: str) -> Plain:
+        bodies = [reference_body(ids, load.answer_tokens, "plain") for ids in prompts]
+        return Plain([asked(url, body) for body in bodies], pace(url, load))
+
+    if device == "cuda":
+        # Three of them fit a GPU, and start in the time of one.
+        with plain_engine(path, env) as ready, Stack(path, env) as stack:
+            return compared(name, graphs, stack, prompts, plain(ready()), load)
+    with plain_engine(path, env) as ready:
+        said = plain(ready())
     with Stack(path, env) as stack:
-        answers = [_offloaded(stack, ids, load.answer_tokens) for ids in prompts]
-        equalities = [stack.compare(*pair).equality for pair in zip(answers, wanted, strict=True)]
-        likely = [
-            each
-            for ids, answer in zip(prompts, answers, strict=True)
-            for each in stack.likely(ids, answer.token_ids, HOME)
-        ]
-        loaded = int(stack.metric(HOME, "vllm:prfaas_loads_completed_total"))
-        having = pace(stack.deployment.instance(HOME).url, load)
-        alone_ms, sending_ms = prefill_ms(stack, load)
-        return Found(
-            model=name,
-            device=device,
-            graphs=graphs if device == "cuda" else "none",
-            prompts=len(prompts),
-            exact=equalities.count(Equality.EXACT),
-            ties=equalities.count(Equality.TIE),
-            likely_share=statistics.fmean(likely),
-            loaded=loaded,
-            loads_failed=int(stack.metric(HOME, "vllm:prfaas_loads_failed_total")),
-            without=without,
-            having=having,
-            prefill_ms=alone_ms,
-            prefill_sending_ms=sending_ms,
-        )
+        return compared(name, "none", stack, prompts, said, load)
+
+
+def compared(
+    name: str, graphs: str, stack: Stack, prompts: Sequence[Sequence[int]], plain: Plain, load: Load
+) -> Found:
+    """What two engines say, and how fast, beside what a plain one does."""
+    answers = [_offloaded(stack, ids, load.answer_tokens) for ids in prompts]
+    equalities = [stack.compare(*pair).equality for pair in zip(answers, plain.answers, strict=True)]
+    likely = [
+        each
+        for ids, answer in zip(prompts, answers, strict=True)
+        for each in stack.likely(ids, answer.token_ids, HOME)
+    ]
+    loaded = int(stack.metric(HOME, "vllm:prfaas_loads_completed_total"))
+    having = pace(stack.deployment.instance(HOME).url, load)
+    alone_ms, sending_ms = prefill_ms(stack, load)
+    return Found(
+        model=name,
+        device="cpu" if graphs == "none" else "cuda",
+        graphs=graphs,
+        prompts=len(prompts),
+        exact=equalities.count(Equality.EXACT),
+        ties=equalities.count(Equality.TIE),
+        likely_share=statistics.fmean(likely),
+        loaded=loaded,
+        loads_failed=int(stack.metric(HOME, "vllm:prfaas_loads_failed_total")),
+        without=plain.pace,
+        having=having,
+        prefill_ms=alone_ms,
+        prefill_sending_ms=sending_ms,
+    )
 
 
 def _offloaded(stack: Stack, ids: Sequence[int], tokens: int) -> DemoAnswer:
@@ -351,7 +377,7 @@ def table(found: Found) -> str:
             f"{found.without.tpot_ms:.2f} ms, {found.having.tpot_ms:.2f} ms",
         ),
         (
-            f"tokens a second of {AT_ONCE} requests",
+            f"tokens a second of {LOADS[found.device].at_once} requests",
             f"{found.without.tokens_per_s:.0f}, {found.having.tokens_per_s:.0f}",
         ),
         (
