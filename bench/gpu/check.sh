@@ -31,7 +31,7 @@ if ! has vllm && [ -d "$pack/vllm" ]; then
 	fi
 fi
 lacks=""
-for name in torch numpy vllm msgspec cryptography xxhash yaml aiohttp transformers; do
+for name in torch numpy vllm msgspec cryptography xxhash yaml aiohttp orjson transformers; do
 	has "$name" || lacks="$lacks $name"
 done
 if [ -n "$lacks" ]; then

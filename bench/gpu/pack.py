@@ -28,35 +28,16 @@ HERE = Path(__file__).parent
 # What an engine and prfaas import on their way to an answer, less torch, Triton, numpy, transformers and what these
 # need (test_gpu_pack.py imports all of it with nothing else on the path).
 WHEELS = (
-    *("aiohttp", "aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "multidict", "propcache", "yarl"),
-    *(
-        "annotated-doc",
-        "annotated-types",
-        "anyio",
-        "cachetools",
-        "cbor2",
-        "cffi",
-        "cloudpickle",
-        "compressed-tensors",
-    ),
-    *("cryptography", "einops", "email-validator", "dnspython", "fastapi", "gguf", "h11", "httpcore2"),
-    *(
-        "httpx2",
-        "idna",
-        "jiter",
-        "llguidance",
-        "loguru",
-        "msgspec",
-        "openai",
-        "oss-harmony",
-        "partial-json-parser",
-        "pillow",
-    ),
-    *("prometheus-client", "protobuf", "psutil", "py-cpuinfo", "pybase64", "pycparser"),
-    *("pydantic", "pydantic-core", "pydantic-extra-types", "pydantic-settings", "python-dotenv"),
-    *("python-multipart", "pyzmq", "requests", "charset-normalizer", "certifi", "urllib3", "setproctitle"),
-    *("sniffio", "starlette", "tiktoken", "truststore", "typing-inspection", "uvicorn", "uvloop"),
-    *("apache-tvm-ffi", "watchfiles", "xgrammar", "xxhash", "zstandard"),
+    *("aiohappyeyeballs", "aiohttp", "aiosignal", "annotated-doc", "annotated-types", "anyio"),
+    *("apache-tvm-ffi", "attrs", "cachetools", "cbor2", "certifi", "cffi", "charset-normalizer"),
+    *("cloudpickle", "compressed-tensors", "cryptography", "dnspython", "einops", "email-validator"),
+    *("fastapi", "frozenlist", "gguf", "h11", "httpcore2", "httptools", "httpx2", "idna", "jiter"),
+    *("llguidance", "loguru", "msgspec", "multidict", "openai", "orjson", "oss-harmony"),
+    *("partial-json-parser", "pillow", "prometheus-client", "propcache", "protobuf", "psutil"),
+    *("py-cpuinfo", "pybase64", "pycparser", "pydantic", "pydantic-core", "pydantic-extra-types"),
+    *("pydantic-settings", "python-dotenv", "python-multipart", "pyzmq", "requests", "setproctitle"),
+    *("sniffio", "starlette", "tiktoken", "truststore", "typing-inspection", "urllib3", "uvicorn"),
+    *("uvloop", "watchfiles", "xgrammar", "xxhash", "yarl", "zstandard"),
 )
 LIMIT_BYTES = 45_000_000
 """Of the archive: it is carried together with this repository, in 60 MB at most."""

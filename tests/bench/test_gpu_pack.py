@@ -58,7 +58,11 @@ MODULES = (
     "vllm.v1.attention.backends.mla.prefill.cpu_sdpa",
     "prfaas.serving.engines.vllm.connector",
     "prfaas.serving.engines.vllm.reference",
-    "prfaas.cli.serve",
+    "prfaas.serving.live",
+    # The kit's own programs.
+    "engines",
+    "workers",
+    "pages",
 )
 
 
@@ -99,7 +103,8 @@ def test_a_pack_is_all_that_a_machine_lacks(tmp_path: Path) -> None:
     link(tmp_path / "wheels", pack.WHEELS)
     link(tmp_path / "machine", needed(ON_THE_MACHINE) - ONLY_NEWER)
     root = Path(__file__).parents[2]
-    folders = [root / "src", root / "tests/integration/shims"]
+    own = ("", "src", "bench", "bench/gpu", "tests/integration/shims")
+    folders = [root / name for name in own]
     folders += [tmp_path / name for name in ("pack", "wheels", "machine")]
     env = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "PACK": str(tmp_path), "HOME": str(tmp_path)}
     told = subprocess.run(
