@@ -20,8 +20,8 @@ ONLY_NEWER = {
     *("pydantic-core", "truststore", "typing-inspection"),
 }
 
-# vLLM's classes for CUDA on a machine without: their platform, and all that engines of the kit import.
-IMPORTS = """
+# vLLM's platform for CUDA on a machine without.
+PLATFORM = """
 import importlib, os, sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from changing import change_modules, interpret_triton
@@ -32,9 +32,13 @@ import vllm.platforms, vllm.platforms.cuda
 from vllm.platforms.interface import DeviceCapability
 
 class Platform(vllm.platforms.cuda.CudaPlatform):
+    device_name, dispatch_key = "cpu", "CPU"
     get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    get_device_name = classmethod(lambda cls, device_id=0: "none")
 
 vllm.platforms._current_platform = Platform()
+"""
+IMPORTS = """
 for name in sys.argv[1:]:
     importlib.import_module(name)
 assert importlib.import_module("vllm").__file__.startswith(os.environ["PACK"])
@@ -64,6 +68,31 @@ MODULES = (
     "workers",
     "pages",
 )
+
+
+# Routing, alignment, activation and sum are operators of the pack; the product is vLLM's own Triton kernel. In fp16:
+# the interpreter of Triton 3.9 multiplies matrices of bf16 wrongly, by orders of magnitude.
+EXPERTS = """
+import torch
+from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
+
+torch.manual_seed(1)
+experts, taken, hidden, inner, tokens = 4, 2, 64, 32, 11
+x = torch.randn(tokens, hidden).half()
+up = (torch.randn(experts, 2 * inner, hidden) / 8).half()
+down = (torch.randn(experts, hidden, inner) / 6).half()
+gates = torch.randn(tokens, experts)
+weights, ids, *_ = fused_topk(x, gates, taken, True)
+found = fused_experts(x, up, down, weights, ids)
+both = torch.einsum("th,eih->tei", x.float(), up.float())
+each = torch.einsum("tei,ehi->teh", torch.nn.functional.silu(both[..., :inner]) * both[..., inner:], down.float())
+scores = gates.softmax(-1)
+best = scores.topk(taken).indices
+scores = torch.zeros_like(scores).scatter(1, best, scores.gather(1, best))
+wanted = torch.einsum("te,teh->th", scores / scores.sum(-1, keepdim=True), each)
+assert (found.float() - wanted).abs().max() < 0.005, (found, wanted)
+"""
 
 
 def needed(names: Iterable[str]) -> set[str]:
@@ -96,21 +125,36 @@ def link(folder: Path, names: Iterable[str]) -> None:
                 place.symlink_to(Path(str(distribution.locate_file(top))))
 
 
-def test_a_pack_is_all_that_a_machine_lacks(tmp_path: Path) -> None:
-    pack.put_vllm(tmp_path / "pack")
-    wheels = {name for name in pack.WHEELS if list(importlib.metadata.distributions(name=name))}
-    assert wheels == set(pack.WHEELS)
-    link(tmp_path / "wheels", pack.WHEELS)
-    link(tmp_path / "machine", needed(ON_THE_MACHINE) - ONLY_NEWER)
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of an interpreter that has what the machine has, and a pack."""
+    directory = tmp_path_factory.mktemp("machine")
+    pack.put_vllm(directory / "pack")
+    link(directory / "wheels", pack.WHEELS)
+    link(directory / "machine", needed(ON_THE_MACHINE) - ONLY_NEWER)
     root = Path(__file__).parents[2]
     own = ("", "src", "bench", "bench/gpu", "tests/integration/shims")
-    folders = [root / name for name in own]
-    folders += [tmp_path / name for name in ("pack", "wheels", "machine")]
-    env = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "PACK": str(tmp_path), "HOME": str(tmp_path)}
+    folders = [*(root / name for name in own), *(directory / name for name in ("pack", "wheels", "machine"))]
+    path = os.pathsep.join(map(str, folders))
+    return {"PYTHONPATH": path, "PACK": str(directory), "HOME": str(directory), "TORCH_COMPILE_DISABLE": "1"}
+
+
+def run(program: str, machine: dict[str, str], *arguments: str) -> None:
     told = subprocess.run(
-        [sys.executable, "-S", "-s", "-c", IMPORTS, *MODULES], env=env, capture_output=True, text=True
+        [sys.executable, "-S", "-s", "-c", PLATFORM + program, *arguments],
+        env=machine,
+        capture_output=True,
+        text=True,
     )
     assert told.returncode == 0, told.stderr[-2000:]
+
+
+def test_a_pack_is_all_that_a_machine_lacks(machine: dict[str, str]) -> None:
+    run(IMPORTS, machine, *MODULES)
+
+
+def test_vllms_kernel_of_experts_is_right_with_these_operators(machine: dict[str, str]) -> None:
+    run(EXPERTS, machine)
 
 
 def test_a_pack_has_no_binary_of_vllm_and_its_name(tmp_path: Path) -> None:
