@@ -40,6 +40,7 @@ if [ -n "$lacks" ]; then
 fi
 
 failed=0
+# In the foreground, so that what ends this script ends its step, too.
 # NAME SECONDS COMMAND…: its table to the terminal and a file. One that fails says why in a line, and the next one runs.
 step() {
 	local name=$1 seconds=$2 began=$SECONDS status
@@ -47,7 +48,7 @@ step() {
 	if [ -n "${ONLY:-}" ] && [[ " $ONLY " != *" $name "* ]]; then
 		return
 	fi
-	timeout -k 5 "$seconds" "$python" "$@" 2>"$out/$name.err" | tee "$out/$name.txt"
+	timeout --foreground -k 5 "$seconds" "$python" "$@" 2>"$out/$name.err" | tee "$out/$name.txt"
 	status=$?
 	if [ "$status" = 0 ]; then
 		return
@@ -74,7 +75,7 @@ if [ "$device" = cuda ]; then
 	engines kimi-linear-piecewise 85 kimi-linear --graphs piecewise
 	engines qwen3-next-mtp-piecewise 85 qwen3-next-mtp --graphs piecewise
 else
-	step workers 240 bench/gpu/workers.py --device cpu --json "$out/workers.json"
+	step workers 240 bench/gpu/workers.py --device cpu --tokens 1024 --json "$out/workers.json"
 	engines kimi-linear 240 kimi-linear
 	engines qwen3-next-mtp 240 qwen3-next-mtp
 fi
