@@ -311,13 +311,7 @@ class Stack:
         The salt keeps its prefix cache apart from that of the requests under test. A request that starts from a
         cached prefix has its like in a second reference with the salt of the first.
         """
-        body = completion_body(
-            prompt[:-1],
-            max_tokens + 1,
-            vllm_xargs={FORCED_TOKENS_ARG: [prompt[-1], *forced]},
-            cache_salt=salt,
-            **LOGITS,
-        )
+        body = reference_body(prompt, max_tokens, salt, forced)
         return call(self.url(engine, "/v1/completions"), body)
 
     def plain(
@@ -379,15 +373,19 @@ class Stack:
         requests do, must find most of these tokens likeliest, each after those before it. Rounding moves single ones
         by any amount, where a router picks another expert; the state of another prompt moves nearly all.
         """
-        likely = []
-        for prompt, token_ids in answered:
-            same = self.reference(prompt, len(token_ids), "likely", engine, token_ids)
-            assert same.status == 200, same.body
-            assert same.token_ids == [prompt[-1], *token_ids]
-            for token, logits in zip(token_ids, same.top_logits[1:], strict=True):
-                best = max(logits, key=logits.__getitem__)
-                likely.append(compare([token], [best], [logits]).equality is not Equality.NO)
-        assert sum(likely) >= LIKELY_SHARE * len(likely), likely
+        likely = [self.likely(ids, answer, engine) for ids, answer in answered]
+        assert sum(map(sum, likely)) >= LIKELY_SHARE * sum(map(len, likely)), likely
+
+    def likely(self, prompt: Sequence[int], token_ids: Sequence[int], engine: str) -> list[bool]:
+        """Of each token of an answer: whether a plain engine that has said those before it finds it likeliest."""
+        same = self.reference(prompt, len(token_ids), "likely", engine, token_ids)
+        assert same.status == 200, same.body
+        assert same.token_ids == [prompt[-1], *token_ids]
+        found = []
+        for token, logits in zip(token_ids, same.top_logits[1:], strict=True):
+            best = max(logits, key=logits.__getitem__)
+            found.append(compare([token], [best], [logits]).equality is not Equality.NO)
+        return found
 
     def kv_stats(self, name: str) -> dict[str, Any]:
         """Counters of an engine's receiver, over its KV port."""
@@ -452,6 +450,19 @@ def completion_body(prompt: Sequence[int], max_tokens: int, **fields: Any) -> di
         "return_token_ids": True,
         **fields,
     }
+
+
+def reference_body(
+    prompt: Sequence[int], max_tokens: int, salt: str, forced: Sequence[int] = ()
+) -> dict[str, Any]:
+    """What a plain engine is asked for an answer with the same split: see `Stack.reference`."""
+    return completion_body(
+        prompt[:-1],
+        max_tokens + 1,
+        vllm_xargs={FORCED_TOKENS_ARG: [prompt[-1], *forced]},
+        cache_salt=salt,
+        **LOGITS,
+    )
 
 
 def logit_steps(ours: Mapping[int, float], reference: Mapping[int, float]) -> float:

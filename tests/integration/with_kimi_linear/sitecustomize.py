@@ -7,12 +7,7 @@ Triton's interpreter, and Kimi Delta Attention as in `kimi_delta.py`.
 from typing import Any
 
 from changing import change_modules, interpret_triton, is_engine, run_next
-
-
-def _rocms_classes(module: Any) -> None:
-    from vllm.models.kimi_k3.amd.linear import KimiLinearForCausalLM
-
-    module.KimiLinearForCausalLM = KimiLinearForCausalLM
+from kimi_classes import MODULE, rocms_classes
 
 
 def _larger_blocks(module: Any) -> None:
@@ -40,12 +35,11 @@ if is_engine():
     interpret_triton(first_runner=True)
     change_modules(
         {
-            "vllm.models.kimi_k3": _rocms_classes,
+            MODULE: rocms_classes,
             "vllm.v1.attention.backends.mla.cpu_mla": _larger_blocks,
             "vllm.model_executor.layers.mamba.ops.gather_initial_states": _states_on_cpus,
             "vllm.models.kimi_k3.nvidia.ops.third_party.kda": _delta_attention,
         },
-        # Its own code imports what is for NVIDIA alone.
-        instead=["vllm.models.kimi_k3"],
+        instead=[MODULE],
     )
     run_next(__file__)
