@@ -1,6 +1,7 @@
 """The parts of a scenario's world: its view, links and engines."""
 
 from collections.abc import Callable, Mapping
+from itertools import count
 
 import numpy as np
 
@@ -54,6 +55,7 @@ def engines_of(
     answers: Answers,
 ) -> dict[str, Engine]:
     """By name."""
+    numbers = count()
     engines = {
         instance.name: Engine(
             instance,
@@ -61,15 +63,15 @@ def engines_of(
             pools[cluster.name],
             _decode_batch_of(cluster, events, answers.begin, answers.end),
             cluster.decode_step_s,
-            cluster.chunk_tokens,
-            cluster.kv_block_tokens if scenario.kv_model.is_hybrid else 1,
-            cluster.mixed_tokens,
+            chunk_tokens=cluster.chunk_tokens,
+            block_tokens=cluster.kv_block_tokens if scenario.kv_model.is_hybrid else 1,
+            mixed_tokens=cluster.mixed_tokens,
+            number=next(numbers),
         )
         for cluster in scenario.clusters
         for instance in view.clusters[cluster.name].instances
     }
-    for number, engine in enumerate(engines.values()):
-        engine.number = number
+    for engine in engines.values():
         if engine.view.group:
             engine.ranks = [engines[name] for name in engine.view.group]
     return engines

@@ -51,14 +51,6 @@ class FluidLink:
         paced_bits_per_s: The bandwidth that senders count with; only the order of transfers depends on it.
     """
 
-    __slots__ = (
-        "_accepted_bits", "_active", "_armed_s", "_at_s", "_background", "_capacity_bits_per_s", "_events", "_filler",
-        "_foreground", "_late_queues", "_limit_bits_per_s", "_next_bits_per_s", "_next_change_s", "_number", "_pieces",
-        "_queues", "_queues_behind", "_rate_bits_per_s", "_rtt_s", "_senders", "_sent_bits", "_unwatched",
-        "_when_arrived", "_when_due",
-        "name", "open_transfers", "paced_bits_per_s",
-    )  # fmt: skip
-
     def __init__(
         self,
         events: Events,

@@ -31,24 +31,6 @@ class TokenClock:
         ValueError: no slot, or a step that takes no time or for ever.
     """
 
-    __slots__ = (
-        "_armed_s",
-        "_at_s",
-        "_busy_slot_s",
-        "_chunk_s",
-        "_done",
-        "_events",
-        "_members",
-        "_number",
-        "_queue",
-        "_slots",
-        "_started",
-        "_steps_s",
-        "_tokens",
-        "_when_due",
-        "batch",
-    )
-
     def __init__(
         self,
         events: Events,
@@ -221,8 +203,6 @@ class ContextClock(TokenClock):
     Raises:
         ValueError: as `TokenClock`; or contexts of `measured_tokens` would take longer than a whole step.
     """
-
-    __slots__ = ("_bare_s", "_context_of", "_context_s", "_contexts", "_origins")
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from prfaas.lab.simulator.job_moves import CacheMoves, ChunkStreams
 from prfaas.lab.simulator.kept_transfers import KeptTransfers
 from prfaas.lab.simulator.monitored_link import LOOK_S
 from prfaas.lab.simulator.pools import pools_of
+from prfaas.lab.simulator.prefix_caches import PrefixCaches
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.transfer import KvMoves
 
@@ -59,7 +60,7 @@ class World:
         self.engines = engines_of(scenario, self.view, self.prefill_pools, self.events, self.answers)
         self.links = links_of(scenario, self.view, self.kv, self.events, rng)
         caches = scenario.caches
-        self.caches = None if caches is None else caches.of_instances(list(self.engines), block_tokens)
+        self.caches = None if caches is None else PrefixCaches(list(self.engines), caches, block_tokens)
         self.pools = pools_of(scenario, self.view, block_tokens, self.columns)
         self._moves = CacheMoves(
             self.events, self.engines, self.links, self.pools, self.columns, self._prefix_here
