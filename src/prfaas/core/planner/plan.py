@@ -181,7 +181,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; the optimum's and the baselines' fields lie flat in theirs."""
-        derived = {
+        derived: dict[str, dict[str, Any]] = {
             "name": {"verdict": self.verdict},
             "lambda_max_unlimited_links": {"network_bound": self.is_network_bound},
             "bound_gap": {"binding": list(self.binding)},

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from prfaas.core.arrays import FloatArray, np
 from prfaas.core.deployment import FirstTokenSource
@@ -174,17 +174,11 @@ def joined(parts: Sequence[LinkTime | None], counts: Sequence[int]) -> LinkTime 
     if all(part is None for part in parts):
         return None
 
-    def every(field: str) -> FloatArray:
-        return np.concatenate(
-            [
-                np.zeros(count) if part is None else getattr(part, field)
-                for part, count in zip(parts, counts, strict=True)
-            ]
-        )
-
-    return LinkTime(
-        every("streamed_s"), every("late_s"), every("before_s"), every("round_trip_s"), every("busy_s")
-    )
+    of_parts = [
+        [np.zeros(count)] * 5 if part is None else [getattr(part, each.name) for each in fields(LinkTime)]
+        for part, count in zip(parts, counts, strict=True)
+    ]
+    return LinkTime(*map(np.concatenate, zip(*of_parts, strict=True)))
 
 
 def service_ttft(

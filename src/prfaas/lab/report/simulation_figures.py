@@ -315,11 +315,8 @@ def _series(report: SimulationReport) -> "list[Mapping[str, FloatArray]]":
 def _names(report: SimulationReport, prefix: str) -> list[str]:
     """Keys of series with that beginning, in the order of the first result that has them; all-zero ones left out."""
     found = dict.fromkeys(key for series in _series(report) for key in series if key.startswith(prefix))
-    return [key for key in found if any(_is_shown(series.get(key)) for series in _series(report))]
-
-
-def _is_shown(values: "FloatArray | None") -> bool:
-    return values is not None and bool(np.any(np.nan_to_num(values, posinf=0.0) != 0))
+    values = {key: [series.get(key, 0.0) for series in _series(report)] for key in found}
+    return [key for key in found if any(np.any(np.nan_to_num(each, posinf=0.0)) for each in values[key])]
 
 
 def _highest(values: FloatArray) -> float:

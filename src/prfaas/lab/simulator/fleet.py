@@ -91,14 +91,10 @@ def _decode_batch_of(
         cluster.decode_slots,
         started,
         done,
-        context_of=_prompt_tokens,
+        context_of=lambda job: job.tokens,
         context_s=cluster.context_s,
         measured_tokens=cluster.measured_context_tokens,
     )
-
-
-def _prompt_tokens(job: Job) -> float:
-    return job.tokens
 
 
 def view_of(scenario: Scenario, kv: KvFacts) -> View:

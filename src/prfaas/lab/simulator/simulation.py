@@ -4,16 +4,18 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heappop
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prfaas.core.arrays import FloatArray, IntArray
 from prfaas.core.units import SECONDS_PER_HOUR
 from prfaas.core.workload.traffic import RequestChunk
 from prfaas.lab.simulator.control_loops import HotCopies, SlowLoops
 from prfaas.lab.simulator.faults import Faults
-from prfaas.lab.simulator.result import FloatArray, IntArray, Result
+from prfaas.lab.simulator.result import Result
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.time_series import TimeSeries
 from prfaas.lab.simulator.world import World
@@ -89,7 +91,7 @@ def simulate(
     # Nothing here is cyclic garbage, and looking for it takes a third of the time.
     gc.disable()
     try:
-        for chunk in _with_first(first, chunks):
+        for chunk in chain([first], chunks):
             _feed(world, chunk, count, on_event)
             count += len(chunk)
             # Not its blocks, which are most of a chunk.
@@ -164,11 +166,6 @@ def _head(chunk: RequestChunk, count: int) -> RequestChunk:
         block_tokens=chunk.block_tokens,
         own={name: words[:count] for name, words in chunk.own.items()},
     )
-
-
-def _with_first(first: RequestChunk, rest: Iterator[RequestChunk]) -> Iterator[RequestChunk]:
-    yield first
-    yield from rest
 
 
 def _result(
