@@ -152,9 +152,11 @@ def _described(arrivals: "Poisson | Mmpp | Diurnal") -> tuple[dict[str, Any], st
 
 
 def _recorded(recording: "Recording", rate_rps: float) -> SimulatedTraffic:
+    from prfaas.core.workload.traffic import ReplayedTraffic
+
     trace = recording.trace
     name = Path(trace.name).name
-    traffic = recording.at_rate(rate_rps)
+    traffic = ReplayedTraffic.at_rate(trace, rate_rps)
     described = {
         "process": "trace",
         "trace": name,

@@ -117,7 +117,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                     for number, name in enumerate(instance_names(cluster))
                 ],
                 cluster.curve.seconds,
-                slot_s=_planned_slot_s(cluster, scenario.output_tokens),
+                slot_s=scenario.output_tokens * cluster.full_step_s,
                 instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
                 kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
                 kv=_facts(cluster.kv_model),
@@ -166,10 +166,3 @@ def usual_curves(scenario: Scenario) -> dict[str, ServiceCurve]:
     control = scenario.control
     rebuild_s = min(control.threshold_period_s, control.allocation_period_s) / 2
     return {cluster.name: cluster.curve.copied(rebuild_s) for cluster in scenario.clusters}
-
-
-def _planned_slot_s(cluster: SimulatedCluster, output_tokens: float) -> float:
-    """What an answer of the mean length takes in a full batch."""
-    return (
-        0.0 if cluster.decode_step_s is None else output_tokens * cluster.decode_step_s(cluster.decode_slots)
-    )

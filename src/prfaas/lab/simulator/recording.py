@@ -41,14 +41,6 @@ class Recording:
             cached = best_operation(behind).lambda_max
         return cls(trace, covered, plain, cached)
 
-    def at_rate(self, rate_rps: float) -> ReplayedTraffic:
-        """The trace again and again, its times scaled to a mean rate, arrivals spread over the step of a coarse clock.
-
-        Raises:
-            WorkloadError: the trace has no duration and so no rate.
-        """
-        return ReplayedTraffic.at_rate(self.trace, rate_rps)
-
 
 def caches_for(
     deployment: PlannedDeployment, num_bytes: int | None, *, has_trace: bool
@@ -90,7 +82,7 @@ def traffic_for(
     if recording is not None:
         if arrivals_at is not None:
             raise ValueError("bursts, day and night are of made-up arrivals; a trace has its own")
-        return recording.at_rate(rate)
+        return ReplayedTraffic.at_rate(recording.trace, rate)
     workload = problem.workload
     return IndependentTraffic(
         (arrivals_at or Poisson)(rate), workload.uncached, fixed(workload.output_tokens)

@@ -233,9 +233,4 @@ def _more(world: World, arrived: list[_Arrived]) -> dict[str, NDArray[Any]]:
 def _answer_s(scenario: Scenario, input_tokens: float, output_tokens: float) -> float:
     """Prefill and full decode batch of a request of these lengths, on the slowest instances there are."""
     prefill_s = max(cluster.curve.seconds(input_tokens) for cluster in scenario.clusters)
-    steps_s = [
-        cluster.decode_step_s(cluster.decode_slots)
-        for cluster in scenario.clusters
-        if cluster.decode_step_s is not None
-    ]
-    return prefill_s + output_tokens * max(steps_s, default=0.0)
+    return prefill_s + output_tokens * max(cluster.full_step_s for cluster in scenario.clusters)

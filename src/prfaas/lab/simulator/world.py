@@ -22,7 +22,7 @@ from prfaas.lab.simulator.instance import Engine, Job, JobStage
 from prfaas.lab.simulator.job_moves import CacheMoves, ChunkStreams
 from prfaas.lab.simulator.kept_transfers import KeptTransfers
 from prfaas.lab.simulator.monitored_link import LOOK_S
-from prfaas.lab.simulator.pools import pools_of
+from prfaas.lab.simulator.pools import MachinePools
 from prfaas.lab.simulator.prefix_caches import PrefixCaches
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.transfer import KvMoves
@@ -61,7 +61,7 @@ class World:
         self.links = links_of(scenario, self.view, self.kv, self.events, rng)
         caches = scenario.caches
         self.caches = None if caches is None else PrefixCaches(list(self.engines), caches, block_tokens)
-        self.pools = pools_of(scenario, self.view, block_tokens, self.columns)
+        self.pools = MachinePools(scenario, self.view, block_tokens, self.columns) if scenario.pools else None
         self._moves = CacheMoves(
             self.events, self.engines, self.links, self.pools, self.columns, self._prefix_here
         )
