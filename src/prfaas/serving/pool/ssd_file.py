@@ -237,7 +237,7 @@ class PageFile:
             if piece is None:
                 np.copyto(buffer.bytes[:size], write.page[start : start + size])
                 piece = buffer.view[: stored_bytes(size)]
-            self._write_piece(piece, write.offset + start)
+            write_all(self._io_fd, piece, write.offset + start)
 
     def sync(self) -> None:
         """Wait until all that was written is on the disk.
@@ -317,11 +317,6 @@ class PageFile:
             return None
         return piece.data
 
-    def _write_piece(self, piece: memoryview, offset: int) -> None:
-        while piece:
-            written = os.pwrite(self._io_fd, piece, offset)
-            piece, offset = piece[written:], offset + written
-
     def _past_cache(self) -> int | None:
         """A descriptor that bypasses the page cache; None where the file system has none."""
         try:
@@ -339,6 +334,14 @@ class PageFile:
         except OSError:
             self._takes_sectors = False
         return fd
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write from that offset of an open file on."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
 
 
 def leads_to(path: Path, fd: int) -> bool:
