@@ -174,11 +174,12 @@ def joined(parts: Sequence[LinkTime | None], counts: Sequence[int]) -> LinkTime 
     if all(part is None for part in parts):
         return None
 
-    of_parts = [
-        [np.zeros(count)] * 5 if part is None else [getattr(part, each.name) for each in fields(LinkTime)]
-        for part, count in zip(parts, counts, strict=True)
-    ]
-    return LinkTime(*map(np.concatenate, zip(*of_parts, strict=True)))
+    pairs = list(zip(parts, counts, strict=True))
+
+    def every(name: str) -> FloatArray:
+        return np.concatenate([np.zeros(n) if part is None else getattr(part, name) for part, n in pairs])
+
+    return LinkTime(**{each.name: every(each.name) for each in fields(LinkTime)})
 
 
 def service_ttft(

@@ -99,10 +99,10 @@ class _Turns(NamedTuple):
     """The first id of the session's own blocks, after the shared ones."""
 
     def joined(self, other: "_Turns") -> "_Turns":
-        return _Turns(*map(np.concatenate, zip(self, other, strict=True)))
+        return _Turns._make(map(np.concatenate, zip(self, other, strict=True)))
 
     def where(self, picked: NDArray[np.bool_] | IntArray) -> "_Turns":
-        return _Turns(*(column[picked] for column in self))
+        return _Turns._make(column[picked] for column in self)
 
     def in_order(self) -> "_Turns":
         return self.where(np.argsort(self.arrival_s, kind="stable"))

@@ -160,7 +160,14 @@ class FluidLink:
         total_bits = streamed_bits + last_bits
         self._number = number = self._number + 1
         transfer = FluidTransfer(
-            queue, number, streamed_bits / prefill_s, last_bits, total_bits, now_s, done, argument
+            queue,
+            number,
+            streamed_bits / prefill_s,
+            last_bits,
+            total_bits,
+            start_s=now_s,
+            done=done,
+            argument=argument,
         )
         self.open_transfers += 1
         self._active += 1
@@ -198,7 +205,9 @@ class FluidLink:
             queue = self._queue(self._queues, self._foreground, route)
         bits = num_bytes * 8.0
         self._number += 1
-        transfer = FluidTransfer(queue, self._number, 0.0, bits, bits, now_s, done, argument)
+        transfer = FluidTransfer(
+            queue, self._number, 0.0, bits, bits, start_s=now_s, done=done, argument=argument
+        )
         self.open_transfers += 1
         if not bits:
             transfer.state = ARRIVING
