@@ -48,9 +48,8 @@ from prfaas.core.deployment.load import load_planned
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.units import parse_bits_per_s
 from prfaas.core.workload.requests import TracedRequest, read_requests
-from prfaas.lab.simulator.capacity import Steps
+from prfaas.lab.simulator.capacity import Slowdown, Steps
 from prfaas.lab.simulator.scenario import Overheads, Scenario, scenario_of
-from prfaas.lab.simulator.slowdown import Slowdown
 from prfaas.serving.gateway.context import GatewayOptions
 from wan.laboratory import ending_on_sigterm, missing
 from wan.stack import FAR, HOME, LINK

@@ -54,7 +54,6 @@ COMPILED = (
     "lab/simulator/events.py",
     "lab/simulator/flow.py",
     "lab/simulator/instance.py",
-    "lab/simulator/job_moves.py",
     "lab/simulator/link.py",
     "lab/simulator/monitored_link.py",
     "lab/simulator/prefix_caches.py",

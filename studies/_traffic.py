@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from prfaas.core.arrays import FloatArray
 from prfaas.core.planner import PlanProblem, best_operation
 from prfaas.core.workload.arrivals import DAY_S as REAL_DAY_S
-from prfaas.core.workload.arrivals import Arrivals, Diurnal, FloatArray, Mmpp, Phase, Poisson
+from prfaas.core.workload.arrivals import Arrivals, Diurnal, Mmpp, Phase, Poisson
 from prfaas.core.workload.empirical import Empirical, fixed
 from prfaas.core.workload.lengths import LengthDistribution, TruncatedLogNormal, Workload
 from prfaas.core.workload.requests import places_in, starts_of

@@ -17,8 +17,7 @@ LEAST_LINES_OF_ONE_USER = 100
 # What is over a limit still. The lists are exact: what has come under it leaves its list.
 LONG_FUNCTIONS: set[str] = set()
 MANY_COLLABORATORS = {
-    *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
-    *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
+    *("lab.simulator.link:FluidLink.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
     "serving.transport.observer:Observer.__init__",
     "serving.transport.receiver:Receiver.__init__",
     "serving.transport.sender:Sender.__init__",
@@ -46,8 +45,8 @@ OF_ONE_USER = {
     "serving.transport.permissions",
     # The sums of a sender's links, another noun than the sender.
     "serving.transport.link_report",
-    # Beside the package studies draw with the one, and a benchmark slows its worlds by the other.
-    *("lab.report.drawing", "lab.simulator.slowdown"),
+    # Beside the package studies draw with it.
+    "lab.report.drawing",
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
     # Rooms that are still to be taken apart: tools, lab.

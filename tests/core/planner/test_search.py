@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.core.planner import PdCluster, PlanError, PlanProblem, PrfaasCluster, ServiceModel
-from prfaas.core.planner.equations import lambda_max, theta_pd_d, theta_pd_p, theta_prfaas
 from prfaas.core.planner.two_clusters import (
     best_point,
     best_prefill,
@@ -19,7 +18,7 @@ from prfaas.core.planner.two_clusters import (
 from prfaas.core.workload.empirical import Empirical
 from prfaas.core.workload.lengths import Uniform, Workload
 
-from .oracle import TwoClusters
+from .oracle import TwoClusters, lambda_max, theta_pd_d, theta_pd_p, theta_prfaas
 from .problems import (
     Quadratic,
     continuous,

@@ -1,19 +1,21 @@
 """Plots: what is drawn, where, and that the same numbers give the same file."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from matplotlib.figure import Figure
 
-from prfaas.core.planner import OperatingPoint, Stage
+from prfaas.core.planner import OperatingPoint, Plan, Stage
 from prfaas.lab.report.plan_figures import (
     KvThroughputCurve,
     plot_allocation,
     plot_kv_throughput,
-    plot_sweep,
     plot_threshold,
 )
+from prfaas.lab.report.plan_sweep import PlanSweep
 from prfaas.lab.report.style import short_tokens
 
 PNG = b"\x89PNG\r\n"
@@ -81,6 +83,30 @@ VALUES = (1e9, 1e11)
 
 def swept(threshold: float | None = 20_000.0) -> list[OperatingPoint]:
     return [point(lambda_max=1 + v / 1e11, threshold_tokens=threshold) for v in VALUES]
+
+
+def plot_sweep(
+    values: Sequence[float],
+    points: Sequence[OperatingPoint],
+    path: Path,
+    *,
+    missed: bool = False,
+    is_rate: bool = False,
+) -> None:
+    """Beside a homogeneous cluster of 2 requests/s; `missed`: neither keeps the target at the first value."""
+    keeps = [not missed, *[True] * (len(points) - 1)]
+    plans = [
+        SimpleNamespace(
+            optimum=each,
+            keeps_target=is_kept,
+            homogeneous=SimpleNamespace(keeps_target=is_kept, point=point(lambda_max=2.0)),
+        )
+        for each, is_kept in zip(points, keeps, strict=True)
+    ]
+    sweep = PlanSweep(
+        field="links[0].bandwidth", words="x", values=values, plans=cast("list[Plan]", plans), is_rate=is_rate
+    )
+    sweep.plot(path, "t")
 
 
 def test_kv_throughput(tmp_path: Path, figures: list[Figure]) -> None:
@@ -166,14 +192,14 @@ def test_sweep(
     points: list[OperatingPoint], panels: int, count: int, tmp_path: Path, figures: list[Figure]
 ) -> None:
     path = tmp_path / "s.png"
-    plot_sweep(VALUES, points, [2.0, 2.0], path, title="t", label="bandwidth", scale="bits_per_s")
+    plot_sweep(VALUES, points, path, is_rate=True)
     assert len(figures[0].axes) == panels
     assert len(labels(figures[0])) == count
-    assert figures[0].axes[-1].get_xlabel() == "bandwidth"
+    assert figures[0].axes[-1].get_xlabel() == "x"
 
 
 def test_points_that_miss_the_target_are_crossed_out(tmp_path: Path, figures: list[Figure]) -> None:
-    plot_sweep(VALUES, swept(), [2.0, 2.0], tmp_path / "s.png", title="t", label="x", missed=[True, False])
+    plot_sweep(VALUES, swept(), tmp_path / "s.png", missed=True)
     crosses = figures[0].axes[0].lines[-1]
     assert crosses.get_label() == "misses the target for the TTFT"
     assert list(crosses.get_xdata()) == [VALUES[0]]
@@ -182,8 +208,7 @@ def test_points_that_miss_the_target_are_crossed_out(tmp_path: Path, figures: li
 
 def test_what_misses_the_target_is_no_part_of_a_curve(tmp_path: Path, figures: list[Figure]) -> None:
     """Else a target that can't be kept would seem to carry more than one that can."""
-    others = [float("nan"), 2.0]
-    plot_sweep(VALUES, swept(), others, tmp_path / "s.png", title="t", label="x", missed=[True, False])
+    plot_sweep(VALUES, swept(), tmp_path / "s.png", missed=True)
     axes = figures[0].axes[0]
     drawn = {str(line.get_label()): [str(y) for y in line.get_ydata()] for line in axes.lines}
     assert drawn["this deployment, best plan"] == ["nan", "2.0"]
@@ -196,7 +221,7 @@ def test_what_misses_the_target_is_no_part_of_a_curve(tmp_path: Path, figures: l
 
 def test_a_short_axis_of_rates_has_more_than_one_tick(tmp_path: Path, figures: list[Figure]) -> None:
     points = [point(), point()]
-    plot_sweep([5e10, 4e11], points, [2.0, 2.0], tmp_path / "s.png", title="t", label="x", scale="bits_per_s")
+    plot_sweep([5e10, 4e11], points, tmp_path / "s.png", is_rate=True)
     axis = figures[0].axes[-1].xaxis
     ticks = [tick for tick in axis.get_majorticklocs() if 5e10 <= tick <= 4e11]
     assert [axis.get_major_formatter()(tick) for tick in ticks] == ["50 Gbit/s", "100 Gbit/s", "200 Gbit/s"]
@@ -204,15 +229,13 @@ def test_a_short_axis_of_rates_has_more_than_one_tick(tmp_path: Path, figures: l
 
 def test_a_sweep_of_nothing_and_of_one_value(tmp_path: Path) -> None:
     nothing = [point(1, 1, lambda_max=0.0, threshold_tokens=0.0)]
-    plot_sweep([1.0], nothing, [0.0], tmp_path / "s.png", title="t", label="x")
+    plot_sweep([1.0], nothing, tmp_path / "s.png")
     assert (tmp_path / "s.png").is_file()
 
 
 def test_the_same_numbers_give_the_same_file(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
-        plot_sweep(
-            VALUES, swept(), [2.0, 2.0], tmp_path / name, title="t", label="bandwidth", scale="bits_per_s"
-        )
+        plot_sweep(VALUES, swept(), tmp_path / name, is_rate=True)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     # matplotlib would write its version there.
     assert b"Software" not in (tmp_path / "a.png").read_bytes()

@@ -62,6 +62,7 @@ PLAN = Plan(
     method="exact search",
     service_model="mean length",
     optimum=OPTIMUM,
+    fleet=None,
     homogeneous=Baseline("as many GPUs", HOMOGENEOUS, 12, 96, "h20", None),
     homogeneous_equal_cost=None,
     naive=None,

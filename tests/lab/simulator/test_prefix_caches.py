@@ -1,14 +1,13 @@
 """All instances' caches against one naive cache per instance."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.core.prefix.index import PrefixHit
-from prfaas.lab.simulator.prefix_caches import PrefixCaches
+from prfaas.lab.simulator.prefix_caches import CacheOptions, PrefixCaches
 
 NAMES = ("pd-0", "pd-1", "prfaas-0")
 
@@ -66,27 +65,21 @@ uses = st.lists(st.tuples(st.sampled_from(NAMES), prompts, st.integers(0, 19)), 
 @settings(max_examples=300)
 @given(
     uses,
-    st.tuples(*[st.integers(0, 150)] * len(NAMES)),
+    st.integers(0, 150),
     st.sampled_from([None, 3, 8, 16, 20]),
     st.sampled_from([0, 5, 11]),
 )
 def test_all_is_as_in_one_cache_per_instance(
     steps: list[tuple[str, tuple[tuple[int, ...], int], int]],
-    capacities: tuple[int, ...],
+    capacity_tokens: int,
     checkpoint_tokens: int | None,
     state_tokens: int,
 ) -> None:
     block_tokens = 8
-    capacity_tokens = dict(zip(NAMES, capacities, strict=True))
-    caches = PrefixCaches(
-        NAMES,
-        capacity_tokens=capacity_tokens,
-        block_tokens=block_tokens,
-        checkpoint_tokens=checkpoint_tokens,
-        state_tokens=state_tokens,
-    )
+    options = CacheOptions(capacity_tokens, checkpoint_tokens, state_tokens)
+    caches = PrefixCaches(NAMES, options, block_tokens)
     every = None if checkpoint_tokens is None else max(1, round(checkpoint_tokens / block_tokens))
-    naive = {name: NaiveCache(capacity_tokens[name], block_tokens, every, state_tokens) for name in NAMES}
+    naive = {name: NaiveCache(capacity_tokens, block_tokens, every, state_tokens) for name in NAMES}
     for name, (blocks, missing), dice in steps:
         # The last block may be cut short.
         num_tokens = max(0, len(blocks) * block_tokens - missing)
@@ -102,7 +95,7 @@ def test_all_is_as_in_one_cache_per_instance(
             caches.insert(name, list(blocks), num_tokens, with_states=with_states)
             naive[name].insert(blocks, num_tokens, with_states)
         for each in NAMES:
-            assert caches.used_tokens(each) == naive[each].used_tokens() <= capacity_tokens[each]
+            assert caches.used_tokens(each) == naive[each].used_tokens() <= capacity_tokens
     for each in NAMES:
         caches.clear(each)
         assert caches.used_tokens(each) == 0
@@ -113,7 +106,7 @@ def test_a_block_never_outlives_the_one_before_it(
     inserted: list[tuple[tuple[int, ...], int]], capacity_blocks: int
 ) -> None:
     """What is kept is whole prefixes: whoever holds a block can reach it."""
-    caches = PrefixCaches(["one"], capacity_tokens={"one": 8 * capacity_blocks}, block_tokens=8)
+    caches = PrefixCaches(["one"], CacheOptions(8 * capacity_blocks), 8)
     every = [list(blocks) for blocks, _ in inserted]
     for blocks in every:
         caches.insert("one", blocks, 8 * len(blocks))
@@ -125,7 +118,7 @@ def test_a_block_never_outlives_the_one_before_it(
 
 
 def test_the_tail_of_what_was_used_longest_ago_goes_first() -> None:
-    caches = PrefixCaches(["one"], capacity_tokens={"one": 50}, block_tokens=10)
+    caches = PrefixCaches(["one"], CacheOptions(50), 10)
     caches.insert("one", [1, 2, 3], 30)
     caches.insert("one", [1, 2, 4], 30)
     caches.insert("one", [7, 8], 25)
@@ -135,9 +128,7 @@ def test_the_tail_of_what_was_used_longest_ago_goes_first() -> None:
 
 
 def test_a_hybrid_model_goes_on_from_a_state_only() -> None:
-    caches = PrefixCaches(
-        ["a", "b"], capacity_tokens={"a": 1000, "b": 1000}, block_tokens=10, checkpoint_tokens=40
-    )
+    caches = PrefixCaches(["a", "b"], CacheOptions(1000, checkpoint_tokens=40), 10)
     caches.insert("a", [1, 2, 3, 4, 5, 6], 60)
     caches.insert("b", [1, 2, 3], 39)
     assert caches.held([1, 2, 3, 4, 5, 9], 60) == {"a": PrefixHit(40, 50), "b": PrefixHit(30, 30)}
@@ -148,9 +139,8 @@ def test_a_hybrid_model_goes_on_from_a_state_only() -> None:
 
 def test_of_a_prompt_that_came_from_elsewhere_a_hybrid_model_has_no_state() -> None:
     """The state comes for the whole prompt but its last token, which is hardly ever where a block ends."""
-    options: dict[str, Any] = {"capacity_tokens": {"a": 1000}, "block_tokens": 10}
-    hybrid = PrefixCaches(["a"], checkpoint_tokens=20, **options)
-    dense = PrefixCaches(["a"], **options)
+    hybrid = PrefixCaches(["a"], CacheOptions(1000, checkpoint_tokens=20), 10)
+    dense = PrefixCaches(["a"], CacheOptions(1000), 10)
     for caches in (hybrid, dense):
         caches.insert("a", [1, 2, 3, 4], 45, with_states=False)
     assert hybrid.held([1, 2, 3, 4], 45) == {"a": PrefixHit(0, 40)}
@@ -160,14 +150,16 @@ def test_of_a_prompt_that_came_from_elsewhere_a_hybrid_model_has_no_state() -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("capacity_tokens", "checkpoint_tokens", "state_tokens", "block_tokens", "words"),
     [
-        ({"block_tokens": 0}, "at least one token"),
-        ({"checkpoint_tokens": 0}, "every 1 token or more"),
-        ({"state_tokens": -1}, "0 tokens or more"),
-        ({"capacity_tokens": {}}, "prefix cache of a"),
+        (1, None, 0, 0, "at least one token"),
+        (1, 0, 0, 1, "every 1 token or more"),
+        (1, None, -1, 1, "0 tokens or more"),
+        (-1, None, 0, 1, "0 tokens or more"),
     ],
 )
-def test_impossible_caches(options: dict[str, object], words: str) -> None:
+def test_impossible_caches(
+    capacity_tokens: int, checkpoint_tokens: int | None, state_tokens: int, block_tokens: int, words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
-        PrefixCaches(["a"], **{"capacity_tokens": {"a": 1}, "block_tokens": 1, **options})  # type: ignore[arg-type]
+        PrefixCaches(["a"], CacheOptions(capacity_tokens, checkpoint_tokens, state_tokens), block_tokens)

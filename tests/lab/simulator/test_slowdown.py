@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
+from prfaas.lab.simulator.capacity import Slowdown
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.simulation import simulate
-from prfaas.lab.simulator.slowdown import Slowdown
 
 factors = st.floats(0.2, 5.0)
 

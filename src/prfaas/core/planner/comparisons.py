@@ -1,7 +1,8 @@
 """Baselines of a plan: the fleet as it stands, as many GPUs, the same money, no routing by length."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from prfaas.core.planner.cost import Cost, cost_at, cost_per_hour, instances_per_hour
 from prfaas.core.planner.network import NetworkPlan, naive_network
@@ -82,6 +83,8 @@ class Baseline:
     hardware: str
     cost_ratio: float | None
     """The deployment's cost over the baseline's, egress included."""
+    cost: Cost | None = None
+    """At Λ_max."""
     ttft_estimate: TtftEstimate | None = None
     """TTFT with waiting, at the problem's load of its own Λ_max."""
     ttft_same_traffic: TtftEstimate | None = None
@@ -90,8 +93,6 @@ class Baseline:
     """The highest rate at which it meets the TTFT target; None without a target."""
     keeps_target: bool = True
     """True if it meets the target at the problem's load of its own Λ_max."""
-    cost: Cost | None = None
-    """At Λ_max."""
 
     @property
     def comparable_rate(self) -> float:
@@ -100,6 +101,14 @@ class Baseline:
         if self.keeps_target or self.rate_within_target is None or estimate is None or rate <= 0:
             return rate
         return self.rate_within_target / estimate.load
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts; the fields of `point` lie flat among its own."""
+        document = asdict(self)
+        del document["point"]
+        if self.rate_within_target is None:
+            document["keeps_target"] = None
+        return document | self.point.to_json()
 
 
 @dataclass(frozen=True, slots=True)

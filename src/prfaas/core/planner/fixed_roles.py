@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prfaas.core.arrays import FloatArray, OfLength, np
-from prfaas.core.planner.network import network_with_roles
 from prfaas.core.planner.operating_point import ServiceModel
 from prfaas.core.planner.plan import best_operation
-from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, all_paths
+from prfaas.core.planner.problem import PdCluster, PlanLink, PlanProblem, PrfaasCluster, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing
 from prfaas.core.planner.two_clusters import (
     best_of,
@@ -37,10 +36,8 @@ def rate_with_roles(
     """Λ_max with the best routes, if `prefill[cluster]` instances of each PD cluster prefill; 0 if nothing flows."""
     if problem.is_two_cluster:
         return best_rate(problem, prefill[problem.pd[0].name], service)
-    try:
-        return network_with_roles(problem, prefill, service).lambda_max
-    except PlanError:
-        return 0.0
+    found = best_routing(problem, all_paths(problem), prefill, service)
+    return 0.0 if found is None else found[0].rate(service)
 
 
 def best_roles(problem: PlanProblem) -> dict[str, int]:

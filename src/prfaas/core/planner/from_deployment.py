@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prfaas.core.arrays import FloatArray, Int32Array, IntArray, OfLength, np
-from prfaas.core.deployment import DeploymentError, Link, PlannedCluster, PlannedDeployment, Slo
+from prfaas.core.deployment import DeploymentError, Link, PlannedCluster, PlannedDeployment
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -51,7 +51,7 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
         cluster.name: curves[curves.index(cluster.profile)].extended_prefill_s
         for cluster in deployment.clusters
     }
-    narrower = link_sizes(deployment.link_models)
+    narrower, slo = link_sizes(deployment.link_models), deployment.slo
     try:
         problem = PlanProblem(
             name=deployment.name,
@@ -88,7 +88,7 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
             kv_bytes=KvSize(deployment.sent_model),
             prices=deployment.prices,
             load=deployment.workload.load,
-            ttft_target=_ttft_target(deployment.slo),
+            ttft_target=None if slo.ttft_s is None else TtftTarget(slo.ttft_s, slo.ttft_statistic),
             first_token=deployment.first_token,
             streamed_token_bytes=float(deployment.sent_model.token_bytes),
         )
@@ -109,10 +109,6 @@ def mapping_bits_per_s(deployment: PlannedDeployment, link: Link) -> float:
     if link.mapping_bits_per_s is None or not deployment.has_unlike_ends(link):
         return math.inf
     return link.mapping_bits_per_s
-
-
-def _ttft_target(slo: Slo) -> TtftTarget | None:
-    return None if slo.ttft_s is None else TtftTarget(slo.ttft_s, slo.ttft_statistic)
 
 
 def range_tokens(deployment: PlannedDeployment) -> tuple[float, float]:

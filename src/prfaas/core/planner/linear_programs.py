@@ -293,22 +293,20 @@ class Programme:
 
     def _each_bin(self, further: int) -> Any:
         """Rows that sum the flows of each bin, with `further` empty columns."""
-        from scipy.sparse import csr_array
-
-        paths = len(self._paths)
-        ends = np.arange(self._bins + 1) * paths
-        shape = (self._bins, self._flows + further)
-        return csr_array((np.ones(self._flows), np.arange(self._flows), ends), shape=shape)
+        return self._sums(np.arange(self._bins).repeat(len(self._paths)), self._bins, further)
 
     def _each_bin_and_pd(self, further: int) -> Any:
         """The same by the PD cluster that decodes: rows (bin, PD cluster)."""
-        from scipy.sparse import coo_array
-
         names = [pd.name for pd in self._problem.pd]
         decodes = np.array([names.index(path.decode) for path in self._paths])
         rows = np.arange(self._bins)[:, None] * len(names) + decodes[None, :]
-        entries = (np.ones(self._flows), (rows.ravel(), np.arange(self._flows)))
-        return coo_array(entries, shape=(self._bins * len(names), self._flows + further)).tocsr()
+        return self._sums(rows.ravel(), self._bins * len(names), further)
+
+    def _sums(self, rows: "NDArray[np.int64]", count: int, further: int) -> Any:
+        from scipy.sparse import coo_array
+
+        entries = (np.ones(self._flows), (rows, np.arange(self._flows)))
+        return coo_array(entries, shape=(count, self._flows + further)).tocsr()
 
     def _columns_of(self, path: int) -> "NDArray[np.int64]":
         return np.arange(self._bins, dtype=np.int64) * len(self._paths) + path

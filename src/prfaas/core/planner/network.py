@@ -66,18 +66,6 @@ def best_network(
     return NetworkPlan(best, _work(routing), prices, gap)
 
 
-def network_with_roles(
-    problem: PlanProblem, prefill: Mapping[str, int], service: ServiceModel = "mean length"
-) -> OperatingPoint:
-    """The best routes for roles that are given: prefill instances by PD cluster.
-
-    Raises:
-        PlanError: no request gets through with them.
-    """
-    routing, _ = _routes_for(problem, all_paths(problem), prefill, service)
-    return _point(routing, service)
-
-
 def naive_network(
     problem: PlanProblem, service: ServiceModel = "mean length"
 ) -> tuple[OperatingPoint, StageWork] | None:
@@ -117,12 +105,7 @@ def _work(routing: RoutingPlan) -> StageWork:
             for link in problem.links
             if bits[link.name] > 0
         },
-        {
-            pd.name: sum(
-                float(routing.mass[k]) for k, path in enumerate(routing.paths) if path.decode == pd.name
-            )
-            for pd in problem.pd
-        },
+        {pd.name: routing.decode_part(pd) for pd in problem.pd},
     )
 
 
@@ -161,7 +144,10 @@ def _point(routing: RoutingPlan, service: ServiceModel) -> OperatingPoint:
     capacities = routing.stages(service)
     rate = min(stage.capacity for stage in capacities if stage.capacity is not None)
     stages = tuple(
-        replace(stage, utilisation=_utilisation(rate, stage.capacity) if stage.capacity is not None else 0.0)
+        replace(
+            stage,
+            utilisation=0.0 if stage.capacity is None else rate / stage.capacity if stage.capacity else 1.0,
+        )
         for stage in capacities
     )
     local = np.array([path.is_local for path in routing.paths])
@@ -197,10 +183,6 @@ def _point(routing: RoutingPlan, service: ServiceModel) -> OperatingPoint:
         routes=tuple(_routes(routing)),
         links=tuple(links),
     )
-
-
-def _utilisation(rate: float, capacity: float) -> float:
-    return rate / capacity if capacity > 0 else 1.0
 
 
 def _uncached(problem: PlanProblem, path: Path) -> float:

@@ -54,6 +54,8 @@ class Plan:
     method: Method
     service_model: ServiceModel
     optimum: OperatingPoint
+    fleet: Baseline | None
+    """The PD clusters as they stand, without PrfaaS; None where there is no PrfaaS cluster."""
     homogeneous: Baseline
     homogeneous_equal_cost: Baseline | None
     naive: Baseline | None
@@ -75,8 +77,6 @@ class Plan:
     shadow_prices: tuple[ShadowPrice, ...]
     cost: Cost | None
     ttft_estimate: TtftEstimate
-    fleet: Baseline | None = None
-    """The PD clusters as they stand, without PrfaaS; None where there is no PrfaaS cluster."""
     ttft_target: TtftTarget | None = None
     keeps_target: bool = True
     """Whether the optimum keeps it at the workload's load."""
@@ -181,55 +181,21 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; the optimum's and the baselines' fields lie flat in theirs."""
-        optimum = self.optimum
-        rest = {} if self.rest_estimate is None else {"rest_estimate": asdict(self.rest_estimate)}
-        return {
-            "name": self.name,
-            "verdict": self.verdict,
-            "method": self.method,
-            "service_model": self.service_model,
-            "optimum": optimum.to_json(),
-            "fleet": _baseline(self.fleet),
-            "homogeneous": _baseline(self.homogeneous),
-            "homogeneous_equal_cost": _baseline(self.homogeneous_equal_cost),
-            "naive": _baseline(self.naive),
-            "ratio_to_homogeneous": self.ratio_to_homogeneous,
-            "ratio_to_naive": self.ratio_to_naive,
-            "equal_cost_ratio": self.equal_cost_ratio,
-            "egress_break_even_per_gb": self.egress_break_even_per_gb,
-            "lambda_max_at_mean_length": self.lambda_max_at_mean_length,
-            "homogeneous_at_mean_length": self.homogeneous_at_mean_length,
-            "lambda_max_unlimited_links": self.lambda_max_unlimited_links,
-            "network_bound": self.is_network_bound,
-            "bound_gap": self.bound_gap,
-            "binding": list(self.binding),
-            "shadow_prices": [asdict(price) for price in self.shadow_prices],
-            "cost": asdict(self.cost) if self.cost else None,
-            "ttft_estimate": asdict(self.ttft_estimate),
-            "ttft_target": None if self.ttft_target is None else asdict(self.ttft_target),
-            "keeps_target": self.keeps_target if self.ttft_target is not None else None,
-            "lambda_max_without_target": self.lambda_max_without_target,
-            "rate_within_target": self.rate_within_target,
-            **rest,
+        derived: dict[str, dict[str, Any]] = {
+            "name": {"verdict": self.verdict},
+            "lambda_max_unlimited_links": {"network_bound": self.is_network_bound},
+            "bound_gap": {"binding": list(self.binding)},
         }
-
-
-def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
-    if baseline is None:
-        return None
-    described = {
-        "label": baseline.label,
-        "instances": baseline.instances,
-        "gpus": baseline.gpus,
-        "hardware": baseline.hardware,
-        "cost_ratio": baseline.cost_ratio,
-        "cost": asdict(baseline.cost) if baseline.cost else None,
-        "ttft_estimate": asdict(baseline.ttft_estimate) if baseline.ttft_estimate else None,
-        "ttft_same_traffic": asdict(baseline.ttft_same_traffic) if baseline.ttft_same_traffic else None,
-        "rate_within_target": baseline.rate_within_target,
-        "keeps_target": None if baseline.rate_within_target is None else baseline.keeps_target,
-    }
-    return {**described, **baseline.point.to_json()}
+        document: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            own = getattr(self, name)
+            document[name] = own.to_json() if isinstance(own, OperatingPoint | Baseline) else value
+            document |= derived.get(name, {})
+        if self.ttft_target is None:
+            document["keeps_target"] = None
+        if self.rest_estimate is None:
+            del document["rest_estimate"]
+        return document
 
 
 def make_plan(problem: PlanProblem, service: ServiceModel = "by length") -> Plan:

@@ -72,10 +72,14 @@ class RoutingPlan:
             capacity = link.bandwidth_bits_per_s / bits if bits > 0 else None
             stages.append(Stage(f"{link.name} link", "link", capacity, 0.0))
         for pd in problem.pd:
-            share = sum(float(self.mass[k]) for k, path in enumerate(self.paths) if path.decode == pd.name)
+            share = self.decode_part(pd)
             rate = (pd.instances - prefill[pd.name]) * pd.decode_rate(problem.workload.output_tokens)
             stages.append(Stage(f"{pd.name} decode", "pd decode", rate / share if share > 0 else None, 0.0))
         return tuple(stages)
+
+    def decode_part(self, pd: PdCluster) -> float:
+        """The part of all requests that a cluster decodes."""
+        return sum(float(self.mass[k]) for k, path in enumerate(self.paths) if path.decode == pd.name)
 
     def rate(self, service: ServiceModel) -> float:
         """Λ_max: the rate at which the first stage is full."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from prfaas.core.arrays import FloatArray, np
 from prfaas.core.deployment import FirstTokenSource
@@ -174,17 +174,12 @@ def joined(parts: Sequence[LinkTime | None], counts: Sequence[int]) -> LinkTime 
     if all(part is None for part in parts):
         return None
 
-    def every(field: str) -> FloatArray:
-        return np.concatenate(
-            [
-                np.zeros(count) if part is None else getattr(part, field)
-                for part, count in zip(parts, counts, strict=True)
-            ]
-        )
+    pairs = list(zip(parts, counts, strict=True))
 
-    return LinkTime(
-        every("streamed_s"), every("late_s"), every("before_s"), every("round_trip_s"), every("busy_s")
-    )
+    def every(name: str) -> FloatArray:
+        return np.concatenate([np.zeros(n) if part is None else getattr(part, name) for part, n in pairs])
+
+    return LinkTime(**{each.name: every(each.name) for each in fields(LinkTime)})
 
 
 def service_ttft(

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from prfaas.core.arrays import FloatArray, np
-from prfaas.core.planner import equations
 from prfaas.core.planner.loads import Loads, Split, pools_of
 from prfaas.core.planner.operating_point import (
     CachePolicy,
@@ -174,13 +173,9 @@ def _rate_of(split: Split, length: float, n_prefill: int) -> float:
 
 
 def _decode_rate(split: Split, n_prefill: int) -> float:
-    pd = split.pd
-    return equations.theta_pd_d(
-        pd.instances - n_prefill,
-        pd.decode_batch,
-        pd.decode_step_s,
-        split.problem.workload.output_tokens,
-    )
+    """Eq. 5: N_d · BS_max / (T_decode · L_out), requests per second."""
+    pd, output_tokens = split.pd, split.problem.workload.output_tokens
+    return (pd.instances - n_prefill) * pd.decode_batch / (pd.decode_step_s * output_tokens)
 
 
 def _least(decode: float, capacities: "Mapping[tuple[StageKind, str], float | None]") -> float:

@@ -208,9 +208,5 @@ def eviction_policy(
         case "lru":
             return LruEviction()
         case "cost":
-            return CostAwareEviction(groups, recompute_s or _tokens)
+            return CostAwareEviction(groups, recompute_s or (lambda start, end: float(end - start)))
     raise ValueError(f'there is no eviction policy "{name}"; there are {", ".join(EVICTION_POLICIES)}')
-
-
-def _tokens(start_tokens: int, end_tokens: int) -> float:
-    return float(end_tokens - start_tokens)

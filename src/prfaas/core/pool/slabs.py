@@ -4,7 +4,7 @@ A slab whose last page goes is cut anew for whatever comes next, so no size keep
 """
 
 from collections.abc import Collection
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from prfaas.core.pool.geometry import whole_sectors
 
@@ -80,32 +80,35 @@ class SlabAllocator:
         slabs = self._open[slot_bytes]
         while slabs:
             slab = slabs[0]
-            free = self._free.get(slab)
+            free = self._free.get(slab, [])
+            while free and free[0] in self._taken[slab]:
+                heappop(free)
             if free and self._size[slab] == slot_bytes:
                 return self._take_from(slab, free)
             self._opened[slot_bytes].remove(heappop(slabs))
-        if not self._empty:
-            return None
-        slab = heappop(self._empty)
-        free = self._cut(slab, slot_bytes)
-        return self._take_from(slab, free)
+        while self._empty:
+            slab = heappop(self._empty)
+            if slab not in self._size:
+                return self._take_from(slab, self._cut(slab, slot_bytes))
+        return None
 
     def claim(self, slot: int, slot_bytes: int) -> bool:
-        """Take a certain slot, as it was before a restart. False if it is taken or its slab has another size."""
+        """Take a certain slot, as it was before a restart. False if it is taken or its slab has another size.
+
+        It stays among the free ones, and its slab among the empty ones, until `take` comes to it.
+        """
         slab, place = divmod(slot, self.most_slots)
-        if slab not in self._size:
-            if slab not in self._empty:
-                return False
-            self._empty.remove(slab)
-            heapify(self._empty)
-            self._cut(slab, slot_bytes)
-        if self._size[slab] != slot_bytes or place not in self._free[slab]:
-            if not self._taken[slab]:
-                self._release(slab)
+        if slab not in self._known:
             return False
-        self._free[slab].remove(place)
-        self._taken[slab].add(place)
-        return True
+        if slab not in self._size:
+            self._cut(slab, slot_bytes)
+        is_free = self._size[slab] == slot_bytes and place < self.slab_bytes // slot_bytes
+        if is_free and place not in self._taken[slab]:
+            self._taken[slab].add(place)
+            return True
+        if not self._taken[slab]:
+            self._release(slab)
+        return False
 
     def give_back(self, slot: int) -> None:
         """A slot is no longer taken."""
@@ -122,6 +125,11 @@ class SlabAllocator:
         """Where a taken slot begins, from the first slab on."""
         slab, place = divmod(slot, self.most_slots)
         return slab * self.slab_bytes + place * self._size[slab]
+
+    def slot_at(self, offset: int) -> int:
+        """The taken slot that begins there."""
+        slab, inside = divmod(offset, self.slab_bytes)
+        return slab * self.most_slots + inside // self._size[slab]
 
     def size_of(self, slot: int) -> int:
         """Bytes of a taken slot."""

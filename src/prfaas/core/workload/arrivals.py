@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from prfaas.core.arrays import FloatArray
 from prfaas.core.workload.lengths import WorkloadError
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 CHUNK = 8192
 """About as many times are drawn at once."""

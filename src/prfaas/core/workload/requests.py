@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from prfaas.core.arrays import FloatArray, Int32Array, IntArray, np
+from prfaas.core.arrays import FloatArray, Int32Array, IntArray, NDArray, np
 from prfaas.core.workload.empirical import Empirical
 from prfaas.core.workload.lengths import WorkloadError
 from prfaas.core.workload.trace import Batch
@@ -50,6 +50,15 @@ def places_in(counts: "IntArray | Int32Array") -> IntArray:
     """0, 1, … for each of consecutive runs of these lengths."""
     starts = starts_of(counts)
     return np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+
+
+def single_requests(
+    columns: Sequence["NDArray[Any]"], block_ids: IntArray, block_starts: IntArray, block_tokens: int
+) -> Iterator[TracedRequest]:
+    """Of columns of arrivals, prompts and answers; the blocks of request i are those from its start to the next."""
+    rows = (*columns, block_starts[:-1], block_starts[1:])
+    for arrival_s, prompt, answer, start, end in zip(*(each.tolist() for each in rows), strict=True):
+        yield TracedRequest(arrival_s, prompt, answer, tuple(block_ids[start:end].tolist()), block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +122,9 @@ class RequestTrace:
     def __iter__(self) -> Iterator[TracedRequest]:
         starts = starts_of(self.block_counts)
         ids = np.arange(starts[-1]) if self.block_ids is None else self.block_ids
-        columns = (self.arrival_s, self.input_tokens, self.output_tokens, starts[:-1], starts[1:])
-        for arrival_s, prompt, answer, start, end in zip(*(each.tolist() for each in columns), strict=True):
-            yield TracedRequest(arrival_s, prompt, answer, tuple(ids[start:end].tolist()), self.block_tokens)
+        return single_requests(
+            (self.arrival_s, self.input_tokens, self.output_tokens), ids, starts, self.block_tokens
+        )
 
     @property
     def requests(self) -> tuple[TracedRequest, ...]:

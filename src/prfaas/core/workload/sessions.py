@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.core.workload.arrivals import Arrivals, FloatArray, IntArray, check_positive
+from prfaas.core.arrays import FloatArray, IntArray
+from prfaas.core.workload.arrivals import Arrivals, check_positive
 from prfaas.core.workload.lengths import LengthDistribution, WorkloadError
 from prfaas.core.workload.requests import places_in, starts_of
 from prfaas.core.workload.trace_columns import BLOCK_TOKENS
@@ -90,29 +91,18 @@ class SessionTraffic(Traffic):
             waiting = waiting.where(~due)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Turns:
-    arrival_s: FloatArray
-    input_tokens: IntArray
-    output_tokens: IntArray
-    first_block: IntArray
+class _Turns(NamedTuple):
+    arrival_s: NDArray[Any]
+    input_tokens: NDArray[Any]
+    output_tokens: NDArray[Any]
+    first_block: NDArray[Any]
     """The first id of the session's own blocks, after the shared ones."""
 
     def joined(self, other: "_Turns") -> "_Turns":
-        return _Turns(
-            np.concatenate([self.arrival_s, other.arrival_s]),
-            np.concatenate([self.input_tokens, other.input_tokens]),
-            np.concatenate([self.output_tokens, other.output_tokens]),
-            np.concatenate([self.first_block, other.first_block]),
-        )
+        return _Turns._make(map(np.concatenate, zip(self, other, strict=True)))
 
     def where(self, picked: NDArray[np.bool_] | IntArray) -> "_Turns":
-        return _Turns(
-            self.arrival_s[picked],
-            self.input_tokens[picked],
-            self.output_tokens[picked],
-            self.first_block[picked],
-        )
+        return _Turns._make(column[picked] for column in self)
 
     def in_order(self) -> "_Turns":
         return self.where(np.argsort(self.arrival_s, kind="stable"))

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -147,12 +147,9 @@ def guess_format(path: Path) -> TraceFormat:
     raise bad_line(
         str(path),
         found.lines[0],
-        f"has {_some(sorted(has))}, which is no format that is known: {known}; name its columns: {_FORM}",
+        f"has {', '.join(sorted(has)) or 'nothing':.200}, which is no format that is known: {known}; name its columns: "
+        f"{_FORM}",
     )
 
 
 _ALL_NAMES = list(dict.fromkeys(name for columns in FORMATS.values() for name in columns.names))
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(names) or 'nothing':.200}"

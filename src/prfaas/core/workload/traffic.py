@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.core.workload.arrivals import Arrivals, FloatArray, IntArray, check_positive
+from prfaas.core.arrays import FloatArray, IntArray
+from prfaas.core.workload.arrivals import Arrivals, check_positive
 from prfaas.core.workload.lengths import LengthDistribution, WorkloadError
-from prfaas.core.workload.requests import RequestTrace, TracedRequest, places_in, starts_of
+from prfaas.core.workload.requests import RequestTrace, TracedRequest, places_in, single_requests, starts_of
 from prfaas.core.workload.trace_columns import BLOCK_TOKENS
 
 
@@ -42,17 +43,8 @@ class RequestChunk:
 
     def requests(self) -> Iterator[TracedRequest]:
         """The same, one by one."""
-        columns = zip(
-            self.arrival_s.tolist(),
-            self.input_tokens.tolist(),
-            self.output_tokens.tolist(),
-            self.block_starts[:-1].tolist(),
-            self.block_starts[1:].tolist(),
-            strict=True,
-        )
-        for arrival_s, prompt, answer, start, end in columns:
-            blocks = tuple(self.block_ids[start:end].tolist())
-            yield TracedRequest(arrival_s, prompt, answer, blocks, self.block_tokens)
+        columns = self.arrival_s, self.input_tokens, self.output_tokens
+        return single_requests(columns, self.block_ids, self.block_starts, self.block_tokens)
 
 
 def take(

@@ -23,8 +23,6 @@ _STYLE = Path(__file__).parent / "data" / "drawing.mplstyle"
 class Drawing:
     """A figure with a grid of panels; `svg` is there once the `with` of `drawing` has ended."""
 
-    __slots__ = ("figure", "panels", "svg")
-
     def __init__(self, figure: "Figure", panels: "list[Axes]") -> None:
         self.figure = figure
         self.panels = panels

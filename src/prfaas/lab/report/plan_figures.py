@@ -1,10 +1,9 @@
-"""The plots of `prfaas plan`: Figures 2 and 5 of the paper for a deployment, and what one number of it changes."""
+"""The plots of `prfaas plan`: Figures 2 and 5 of the paper for a deployment."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, isnan, nan
+from math import inf, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from prfaas.core.arrays import FloatArray, np
 from prfaas.core.deployment import PlannedDeployment
@@ -23,18 +22,12 @@ from prfaas.lab.report.style import (
     PREFILL_HOME,
     THROUGHPUT,
     length_axis,
-    mark_missed,
     plot,
     rate_axis,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _THRESHOLD_POINTS = 200
 _CURVE_POINTS = 120
-
-Scale = Literal["plain", "logarithmic", "bits_per_s"]
 
 
 def write_plots(
@@ -160,8 +153,7 @@ def plot_allocation(
     x = [point.n_prefill for point in points]
     cluster = next((roles.cluster for point in points for roles in point.roles), "the PD cluster")
     rates = [point.lambda_max for point in points]
-    away, home, decode = _limits(points)
-    names = _names(points)
+    (away_name, away), (home_name, home), (decode_name, decode) = _limits(points, inf)
     with plot(path) as (axes,):
         axes.bar(
             x,
@@ -180,16 +172,10 @@ def plot_allocation(
                 color="white" if point.n_prefill == best else THROUGHPUT,
                 fontsize=9,
             )
-        axes.plot(x, _filled(home, inf), "o-", color=PREFILL_HOME, label=f"limit of {names[1]}")
-        if None not in away:
-            axes.plot(
-                x,
-                _filled(away, inf),
-                "s-",
-                color=PREFILL_AWAY,
-                label=f"limit of {names[0]}",
-            )
-        axes.plot(x, _filled(decode, inf), "^-", color=DECODE, label=f"limit of {names[2]}")
+        axes.plot(x, home, "o-", color=PREFILL_HOME, label=f"limit of {home_name}")
+        if inf not in away:
+            axes.plot(x, away, "s-", color=PREFILL_AWAY, label=f"limit of {away_name}")
+        axes.plot(x, decode, "^-", color=DECODE, label=f"limit of {decode_name}")
         axes.set_xticks(x, [f"{point.n_prefill} / {point.n_decode}" for point in points])
         axes.set_xlabel(f"prefill / decode instances of {cluster}")
         axes.set_ylabel("requests per second")
@@ -218,29 +204,16 @@ def plot_threshold(
 
     The two limits of prefill cross where the threshold is best, unless decode or the link binds first.
     """
-    away, home, _ = _limits(points)
-    names = _names(points)
+    (away_name, away), (home_name, home), (decode_name, _) = _limits(points, nan)
     rates = [point.lambda_max for point in points]
     chosen, rate = best.threshold_tokens, best.lambda_max
     assert chosen is not None
     with plot(path) as (axes,):
         axes.fill_between(tokens, rates, color="#E4E4E4", linewidth=0)
         axes.plot(tokens, rates, color=THROUGHPUT, linewidth=3, label="throughput")
-        axes.plot(
-            tokens,
-            _filled(away, nan),
-            color=PREFILL_AWAY,
-            linestyle="--",
-            label=f"{names[0]}: Θ(PrfaaS) / p",
-        )
-        axes.plot(
-            tokens,
-            _filled(home, nan),
-            color=PREFILL_HOME,
-            linestyle="--",
-            label=f"{names[1]}: Θ(PD-P) / (1 − p)",
-        )
-        axes.axhline(best.theta_pd_d, color=DECODE, linestyle="--", label=f"{names[2]}: Θ(PD-D)")
+        axes.plot(tokens, away, "--", color=PREFILL_AWAY, label=f"{away_name}: Θ(PrfaaS) / p")
+        axes.plot(tokens, home, "--", color=PREFILL_HOME, label=f"{home_name}: Θ(PD-P) / (1 − p)")
+        axes.axhline(best.theta_pd_d, color=DECODE, linestyle="--", label=f"{decode_name}: Θ(PD-D)")
         axes.plot([chosen], [rate], "o", color=THROUGHPUT, markersize=8, zorder=5)
         axes.annotate(
             f"{chosen:,.0f} tokens\n{rate:.2f} req/s",
@@ -259,106 +232,20 @@ def plot_threshold(
         )
 
 
-def _names(points: Sequence[OperatingPoint]) -> tuple[str, str, str]:
-    """Of the stages behind the three limits: a prefill away and its link are one limit, the lower of both."""
-    away: dict[str, None] = {}
-    home = decode = ""
-    for stage in points[0].stages:
-        match stage.kind:
-            case "prfaas prefill":
-                away[stage.name] = None
-            case "link":
-                away["its link"] = None
-            case "pd prefill":
-                home = stage.name
-            case "pd decode":
-                decode = stage.name
-    return " or ".join(away), home, decode
+_SIDES = (("prfaas prefill", "link"), ("pd prefill",), ("pd decode",))
+"""Kinds of stages: a prefill away and its link are one limit, the lower of both."""
 
 
-def _limits(points: Sequence[OperatingPoint]) -> "list[list[float | None]]":
-    """The lowest limits of prefill away (with its links), of prefill at home and of decode; None: unused."""
-    sides = {"prfaas prefill": 0, "link": 0, "pd prefill": 1, "pd decode": 2}
-    found: list[list[float | None]] = [[], [], []]
-    for point in points:
-        lowest: list[float | None] = [None, None, None]
-        for stage in point.stages:
-            if stage.capacity is not None:
-                side = sides[stage.kind]
-                before = lowest[side]
-                lowest[side] = stage.capacity if before is None else min(stage.capacity, before)
-        for each, limit in zip(found, lowest, strict=True):
-            each.append(limit)
-    return found
-
-
-def _filled(limits: Sequence[float | None], unused: float) -> list[float]:
-    return [unused if limit is None else limit for limit in limits]
-
-
-def plot_sweep(
-    values: Sequence[float],
-    points: Sequence[OperatingPoint],
-    homogeneous: Sequence[float],
-    path: Path,
-    *,
-    title: str,
-    label: str,
-    scale: Scale = "plain",
-    missed: Sequence[bool] = (),
-) -> None:
-    """How the best plan moves with one number of the deployment: throughput above, threshold below.
-
-    The threshold's panel is left out if not every point has one.
-
-    Args:
-        values: Of that number.
-        points: The best operating point at each.
-        homogeneous: Requests per second of a homogeneous cluster at each; NaN where it misses the target of the TTFT.
-        path: The PNG to write.
-        title: Of the whole picture.
-        label: Of the values' axis.
-        scale: How the values' axis is divided.
-        missed: Whether the best plan misses the target of the TTFT, at each value; such points are marked.
-    """
-    from matplotlib.ticker import StrMethodFormatter
-
-    thresholds = [point.threshold_tokens for point in points]
-    with_threshold = None not in thresholds
-    with plot(path, panels=2 if with_threshold else 1, height=5.6 if with_threshold else 4.4) as panels:
-        upper, lower = panels[0], panels[-1]
-        _plot_throughput(upper, values, [point.lambda_max for point in points], homogeneous, missed)
-        upper.set_title(title)
-        if with_threshold:
-            tokens = _filled(thresholds, 0.0)
-            lower.plot(values, tokens, color=PREFILL_AWAY, label="best threshold")
-            lower.set_ylim(0, 1.15 * max(tokens) or 1)
-            lower.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-            lower.set_ylabel("tokens")
-        if scale == "bits_per_s":
-            rate_axis(lower, "x", label, (min(values), max(values)))
-        else:
-            lower.set_xscale("log" if scale == "logarithmic" else "linear")
-            lower.set_xlabel(label)
-        if len(values) > 1 and min(values) < max(values):
-            lower.set_xlim(min(values), max(values))
-
-
-def _plot_throughput(
-    axes: "Axes",
-    values: Sequence[float],
-    rates: Sequence[float],
-    homogeneous: Sequence[float],
-    missed: Sequence[bool],
-) -> None:
-    # What misses the target is no answer for its value: the curve leaves it out, and one point alone is seen.
-    kept = [nan if misses else rate for rate, misses in zip(rates, missed, strict=True)] if missed else rates
-    mark = "o-" if any(missed) else "-"
-    axes.plot(values, kept, mark, color=THROUGHPUT, markersize=4, label="this deployment, best plan")
-    label = "homogeneous PD with as many GPUs"
-    axes.plot(values, homogeneous, color=MUTED, linestyle="--", linewidth=1.4, label=label)
-    if any(missed):
-        mark_missed(axes, values, rates, missed)
-    highest = max(*rates, *(rate for rate in homogeneous if not isnan(rate)))
-    axes.set_ylim(0, 1.12 * highest if highest > 0 else 1)
-    axes.set_ylabel("requests per second")
+def _limits(points: Sequence[OperatingPoint], unused: float) -> Iterator[tuple[str, list[float]]]:
+    """Of prefill away (with its links), of prefill at home and of decode: its name, and the limit at each point."""
+    for kinds in _SIDES:
+        names = dict.fromkeys(
+            "its link" if stage.kind == "link" else stage.name
+            for stage in points[0].stages
+            if stage.kind in kinds
+        )
+        capacities = [[stage.capacity for stage in point.stages if stage.kind in kinds] for point in points]
+        yield (
+            " or ".join(names),
+            [min((each for each in found if each is not None), default=unused) for found in capacities],
+        )

@@ -1,10 +1,10 @@
 """Sweeps for people: the field in words, and over prices the break-even at which both sides serve as much per money."""
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,18 @@ from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Plan
 from prfaas.core.units import format_bits_per_s
 from prfaas.lab.report.plan import NONE, new_table
-from prfaas.lab.report.style import MUTED, PREFILL_AWAY, PREFILL_HOME, THROUGHPUT, mark_missed, plot
+from prfaas.lab.report.style import (
+    MUTED,
+    PREFILL_AWAY,
+    PREFILL_HOME,
+    THROUGHPUT,
+    mark_missed,
+    plot,
+    rate_axis,
+)
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.console import Console
 
 EVEN = 1.0
@@ -155,63 +164,93 @@ class PlanSweep(Sweep):
 
     def plot(self, path: Path, title: str) -> None:
         """Draw a PNG: throughput and threshold over the values, over prices cost and throughput per money."""
-        from prfaas.lab.report.plan_figures import plot_sweep
-
-        if is_price_field(self.field):
-            self._plot_prices(path, title)
-            return
-        bases = [plan.homogeneous for plan in self.plans]
-        plot_sweep(
-            self.values,
-            [plan.optimum for plan in self.plans],
-            [base.point.lambda_max if base.keeps_target else math.nan for base in bases],
-            path,
-            title=title,
-            label=self.words,
-            missed=[not plan.keeps_target for plan in self.plans],
-            scale="bits_per_s" if self.is_rate else "logarithmic" if self.is_geometric else "plain",
+        is_price, thresholds = (
+            is_price_field(self.field),
+            [plan.optimum.threshold_tokens for plan in self.plans],
         )
-
-    def _plot_prices(self, path: Path, title: str) -> None:
-        values, plans = self.values, self.plans
-        with plot(path, panels=2, height=5.8) as (upper, lower):
-            nothing = float("nan")
-            curves = {
-                "this deployment, best plan": ([plan.cost for plan in plans], THROUGHPUT, "-"),
-                "the fleet you have": (
-                    [plan.fleet.cost if plan.fleet else None for plan in plans],
-                    PREFILL_HOME,
-                    "-.",
-                ),
-                "homogeneous PD with as many GPUs": ([plan.homogeneous.cost for plan in plans], MUTED, "--"),
-            }
-            for label, (costs, colour, style) in curves.items():
-                if any(cost is not None for cost in costs):
-                    per_million = [nothing if cost is None else cost.per_million_tokens for cost in costs]
-                    upper.plot(values, per_million, style, color=colour, label=label)
-            missed = [plan.cost is not None and not plan.keeps_target for plan in plans]
-            if any(missed):
-                own = [plan.cost.per_million_tokens if plan.cost else nothing for plan in plans]
-                mark_missed(upper, values, own, missed)
-            upper.set_ylim(bottom=0)
-            upper.set_ylabel("cost of a million tokens")
+        has_lower = is_price or None not in thresholds
+        height = 5.8 if is_price else 5.6 if has_lower else 4.4
+        with plot(path, panels=2 if has_lower else 1, height=height) as panels:
+            upper, lower = panels[0], panels[-1]
+            if is_price:
+                self._plot_costs(upper)
+                self._plot_ratios(upper, lower)
+            else:
+                self._plot_rates(upper)
             upper.set_title(title)
-            ratios = [nothing if plan.equal_cost_ratio is None else plan.equal_cost_ratio for plan in plans]
-            lower.plot(values, ratios, color=PREFILL_AWAY, label="throughput per money against PD only")
-            lower.axhline(EVEN, color=MUTED, linestyle=":", linewidth=1.4, label="break-even")
-            even = self.break_even()
-            if even is not None:
-                for axes in (upper, lower):
-                    axes.axvline(even, color=MUTED, linestyle=":", linewidth=1.2)
-                lower.annotate(
-                    f"{even:.3g}", (even, EVEN), xytext=(5, 6), textcoords="offset points", color=THROUGHPUT
-                )
-            lower.set_ylim(bottom=0)
-            lower.set_ylabel("times at equal cost")
-            lower.set_xscale("log" if self.is_geometric else "linear")
-            lower.set_xlabel(self.words)
-            if min(values) < max(values):
-                lower.set_xlim(min(values), max(values))
+            if has_lower and not is_price:
+                self._plot_thresholds(lower, [tokens or 0.0 for tokens in thresholds])
+            low, high = min(self.values), max(self.values)
+            if self.is_rate:
+                rate_axis(lower, "x", self.words, (low, high))
+            else:
+                lower.set_xscale("log" if self.is_geometric else "linear")
+                lower.set_xlabel(self.words)
+            if low < high:
+                lower.set_xlim(low, high)
+
+    def _plot_rates(self, axes: "Axes") -> None:
+        rates, missed = (
+            [plan.optimum.lambda_max for plan in self.plans],
+            [not plan.keeps_target for plan in self.plans],
+        )
+        bases = [plan.homogeneous for plan in self.plans]
+        homogeneous = [base.point.lambda_max if base.keeps_target else nan for base in bases]
+        # What misses the target is no answer for its value: the curve leaves it out, and one point alone is seen.
+        kept = [nan if misses else rate for rate, misses in zip(rates, missed, strict=True)]
+        mark = "o-" if any(missed) else "-"
+        axes.plot(self.values, kept, mark, color=THROUGHPUT, markersize=4, label="this deployment, best plan")
+        label = "homogeneous PD with as many GPUs"
+        axes.plot(self.values, homogeneous, color=MUTED, linestyle="--", linewidth=1.4, label=label)
+        if any(missed):
+            mark_missed(axes, self.values, rates, missed)
+        highest = max(*rates, *(rate for rate in homogeneous if not isnan(rate)))
+        axes.set_ylim(0, 1.12 * highest if highest > 0 else 1)
+        axes.set_ylabel("requests per second")
+
+    def _plot_thresholds(self, axes: "Axes", tokens: Sequence[float]) -> None:
+        from matplotlib.ticker import StrMethodFormatter
+
+        axes.plot(self.values, tokens, color=PREFILL_AWAY, label="best threshold")
+        axes.set_ylim(0, 1.15 * max(tokens) or 1)
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.set_ylabel("tokens")
+
+    def _plot_costs(self, axes: "Axes") -> None:
+        values, plans = self.values, self.plans
+        curves = {
+            "this deployment, best plan": ([plan.cost for plan in plans], THROUGHPUT, "-"),
+            "the fleet you have": (
+                [plan.fleet.cost if plan.fleet else None for plan in plans],
+                PREFILL_HOME,
+                "-.",
+            ),
+            "homogeneous PD with as many GPUs": ([plan.homogeneous.cost for plan in plans], MUTED, "--"),
+        }
+        for label, (costs, colour, style) in curves.items():
+            if any(cost is not None for cost in costs):
+                per_million = [nan if cost is None else cost.per_million_tokens for cost in costs]
+                axes.plot(values, per_million, style, color=colour, label=label)
+        missed = [plan.cost is not None and not plan.keeps_target for plan in plans]
+        if any(missed):
+            own = [plan.cost.per_million_tokens if plan.cost else nan for plan in plans]
+            mark_missed(axes, values, own, missed)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("cost of a million tokens")
+
+    def _plot_ratios(self, upper: "Axes", lower: "Axes") -> None:
+        ratios = [nan if plan.equal_cost_ratio is None else plan.equal_cost_ratio for plan in self.plans]
+        lower.plot(self.values, ratios, color=PREFILL_AWAY, label="throughput per money against PD only")
+        lower.axhline(EVEN, color=MUTED, linestyle=":", linewidth=1.4, label="break-even")
+        even = self.break_even()
+        if even is not None:
+            for axes in (upper, lower):
+                axes.axvline(even, color=MUTED, linestyle=":", linewidth=1.2)
+            lower.annotate(
+                f"{even:.3g}", (even, EVEN), xytext=(5, 6), textcoords="offset points", color=THROUGHPUT
+            )
+        lower.set_ylim(bottom=0)
+        lower.set_ylabel("times at equal cost")
 
 
 _TITLES = ("req/s", "homogeneous", "threshold", "prefill + decode", "egress", "binds")

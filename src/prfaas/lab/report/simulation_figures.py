@@ -3,7 +3,7 @@
 The drawings: TTFT, queues, utilisation, egress, thresholds and roles, decisions.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prfaas.core.arrays import FloatArray, np
@@ -30,6 +30,16 @@ _MOST_ROOM = 4.0
 _FAR_APART = 100.0
 # Not those of policies: reasons are something else.
 _REASON_COLOURS = ("#4C6A92", "#A8703A", "#4F8A6B", "#8C5B7E", "#7A7A7A", "#9C8430", "#6B6BB0", "#A65353")
+
+_TITLES = {
+    "queue_": "{}: waiting for prefill",
+    "decode_queue_": "{}: waiting for decode",
+    "prefill_utilisation_": "{}: prefill",
+    "decode_utilisation_": "{}: decode",
+    "threshold_tokens_": "{}: threshold (tokens)",
+    "prefill_instances_": "{}: instances that prefill",
+}
+"""Of panels, with the cluster's name, by how the series' names begin."""
 
 Figure = tuple[str, str, str]
 """Heading, drawing (SVG), caption."""
@@ -82,14 +92,14 @@ def figures(report: SimulationReport) -> Iterator[Figure]:
     if queues:
         yield (
             "Queues",
-            _panels(report, "queues", queues, _queue_title, "requests"),
+            _panels(report, "queues", queues, "requests"),
             ("Requests that wait: for a prefill instance of a cluster, and for a decode slot."),
         )
     busy = _names(report, "prefill_utilisation_") + _names(report, "decode_utilisation_")
     if busy:
         yield (
             "Utilisation",
-            _panels(report, "utilisation", busy, _busy_title, "in use", percent=True),
+            _panels(report, "utilisation", busy, "in use", percent=True),
             ("The part of prefill instances' time, and of decode slots, that was in use."),
         )
     if links := _names(report, "egress_bits_per_s_"):
@@ -108,7 +118,7 @@ def figures(report: SimulationReport) -> Iterator[Figure]:
     if knobs := thresholds + roles:
         yield (
             "Threshold and roles",
-            _panels(report, "knobs", knobs, _knob_title, None),
+            _panels(report, "knobs", knobs, None),
             (
                 "What the slow side of the scheduler changed: the threshold in uncached tokens, and how many instances "
                 "of each PD cluster prefill."
@@ -188,7 +198,6 @@ def _panels(
     report: SimulationReport,
     name: str,
     keys: Sequence[str],
-    title: Callable[[str], str],
     label: str | None,
     *,
     percent: bool = False,
@@ -208,7 +217,8 @@ def _panels(
                     style = "steps-post" if stepped else "default"
                     axes.plot(time_s / scale, values, color=_colour(number), label=policy, drawstyle=style)
                     highest = max(highest, _highest(values))
-            axes.set_title(title(key))
+            begins, title = next(each for each in _TITLES.items() if key.startswith(each[0]))
+            axes.set_title(title.format(key.removeprefix(begins)))
             axes.set_ylim(0, max(1.03, 1.03 * highest) if percent else 1.12 * highest or 1.0)
             if percent:
                 axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
@@ -305,32 +315,12 @@ def _series(report: SimulationReport) -> "list[Mapping[str, FloatArray]]":
 def _names(report: SimulationReport, prefix: str) -> list[str]:
     """Keys of series with that beginning, in the order of the first result that has them; all-zero ones left out."""
     found = dict.fromkeys(key for series in _series(report) for key in series if key.startswith(prefix))
-    return [key for key in found if any(_is_shown(series.get(key)) for series in _series(report))]
-
-
-def _is_shown(values: "FloatArray | None") -> bool:
-    return values is not None and bool(np.any(np.nan_to_num(values, posinf=0.0) != 0))
+    values = {key: [series.get(key, 0.0) for series in _series(report)] for key in found}
+    return [key for key in found if any(np.any(np.nan_to_num(each, posinf=0.0)) for each in values[key])]
 
 
 def _highest(values: FloatArray) -> float:
     return float(np.max(values[np.isfinite(values)], initial=0.0))
-
-
-def _queue_title(key: str) -> str:
-    if key.startswith("decode_queue_"):
-        return f"{key.removeprefix('decode_queue_')}: waiting for decode"
-    return f"{key.removeprefix('queue_')}: waiting for prefill"
-
-
-def _busy_title(key: str) -> str:
-    what, _, cluster = key.partition("_utilisation_")
-    return f"{cluster}: {what}"
-
-
-def _knob_title(key: str) -> str:
-    if key.startswith("threshold_tokens_"):
-        return f"{key.removeprefix('threshold_tokens_')}: threshold (tokens)"
-    return f"{key.removeprefix('prefill_instances_')}: instances that prefill"
 
 
 def _columns(panels: int) -> int:

@@ -16,18 +16,6 @@ class Answers:
         open_jobs: By request; one that has its answer is taken out.
     """
 
-    __slots__ = (
-        "_behind_s",
-        "_columns",
-        "_events",
-        "_has_first_step",
-        "_hop_s",
-        "_open",
-        "_request_s",
-        "count",
-        "tokens",
-    )
-
     count: int
     """Of answers that ended."""
     tokens: int

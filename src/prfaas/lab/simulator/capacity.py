@@ -1,6 +1,7 @@
-"""How much bandwidth a link has over time: constant, in steps, with outages, fluctuating."""
+"""Courses over time: of a link's bandwidth (constant, in steps, with outages, fluctuating), and of engines' speed."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -46,7 +47,7 @@ class Steps:
     """(time_s, bits_per_s), the first at 0 s; 0 bit/s is an outage."""
 
     def __post_init__(self) -> None:
-        check_pieces("a capacity", self.pieces)
+        _check_pieces("a capacity", self.pieces)
         if not all(bits_per_s >= 0 for _, bits_per_s in self.pieces):
             raise ValueError("a capacity is 0 bit/s or more")
 
@@ -96,7 +97,7 @@ class Fluctuating:
                 step += 1
 
 
-def check_pieces(what: str, pieces: Sequence[Piece]) -> None:
+def _check_pieces(what: str, pieces: Sequence[Piece]) -> None:
     """Raise ValueError unless something over time has finite pieces, from 0 s on in ascending order."""
     if not pieces or pieces[0][0] != 0.0:
         raise ValueError(f"{what} is told from 0 s on")
@@ -135,3 +136,27 @@ class Interrupted:
             now_bits_per_s = bits_per_s
             if at_s < math.inf:
                 yield at_s, 0.0 if cuts else now_bits_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How much longer all prefills take than profiles say, over time: a machine is not always as fast."""
+
+    pieces: Sequence[tuple[float, float]]
+    """(time_s, factor): from then on prefills take so many times as long. The first is at 0 s."""
+
+    def __post_init__(self) -> None:
+        _check_pieces("a slowdown", self.pieces)
+        if not all(factor > 0 for _, factor in self.pieces):
+            raise ValueError("a slowdown is a factor above 0")
+
+    def stretched_s(self, start_s: float, work_s: float) -> float:
+        """How long it takes from `start_s` on what takes `work_s` by the profile."""
+        place = bisect_right(self.pieces, (start_s, math.inf)) - 1
+        at_s, left_s = start_s, work_s
+        for (_, factor), (next_s, _) in pairwise(self.pieces[place:]):
+            done_s = (next_s - at_s) / factor
+            if done_s >= left_s:
+                return at_s + left_s * factor - start_s
+            at_s, left_s = next_s, left_s - done_s
+        return at_s + left_s * self.pieces[-1][1] - start_s

@@ -15,28 +15,6 @@ class Columns:
     Times are seconds from its arrival, NaN where it never came to that.
     """
 
-    __slots__ = (
-        "decoded_on",
-        "e2e_s",
-        "hit_tokens",
-        "kv_there_s",
-        "last_token_s",
-        "link_bytes",
-        "longest_gap_s",
-        "offloaded",
-        "prefill_from_s",
-        "prefill_to_s",
-        "prefilled_first",
-        "prefilled_on",
-        "reason",
-        "reason_codes",
-        "retries",
-        "second_token_s",
-        "tier_tokens",
-        "ttft_s",
-        "uncached_tokens",
-    )
-
     def __init__(self, first_from_prefill: bool = False) -> None:
         self.ttft_s = array("d")
         self.e2e_s = array("d")

@@ -98,12 +98,7 @@ class SlowLoops:
         self._link_bytes = link_sizes(scenario.link_models)
         self._answers = self._answer_tokens = 0
         self._output_tokens = scenario.output_tokens
-        self._step_s = {
-            cluster.name: 1.0
-            if cluster.decode_step_s is None
-            else cluster.decode_step_s(cluster.decode_slots)
-            for cluster in scenario.clusters
-        }
+        self._step_s = {cluster.name: cluster.full_step_s or 1.0 for cluster in scenario.clusters}
         for link in world.links.values():
             link.on_change = lambda: self.ask("link")
         if scenario.adapts:

@@ -11,8 +11,6 @@ Entry = tuple[float, int, Callback, Any]
 class Events:
     """Callbacks in the order of their times; equal times in the order in which they were asked for."""
 
-    __slots__ = ("heap", "now_s", "number")
-
     heap: list[Entry]
     """(time, number, callback, argument); the code that runs the loop may work on it directly."""
     now_s: float

@@ -1,6 +1,7 @@
 """The parts of a scenario's world: its view, links and engines."""
 
 from collections.abc import Callable, Mapping
+from itertools import count
 
 import numpy as np
 
@@ -54,6 +55,7 @@ def engines_of(
     answers: Answers,
 ) -> dict[str, Engine]:
     """By name."""
+    numbers = count()
     engines = {
         instance.name: Engine(
             instance,
@@ -61,15 +63,15 @@ def engines_of(
             pools[cluster.name],
             _decode_batch_of(cluster, events, answers.begin, answers.end),
             cluster.decode_step_s,
-            cluster.chunk_tokens,
-            cluster.kv_block_tokens if scenario.kv_model.is_hybrid else 1,
-            cluster.mixed_tokens,
+            chunk_tokens=cluster.chunk_tokens,
+            block_tokens=cluster.kv_block_tokens if scenario.kv_model.is_hybrid else 1,
+            mixed_tokens=cluster.mixed_tokens,
+            number=next(numbers),
         )
         for cluster in scenario.clusters
         for instance in view.clusters[cluster.name].instances
     }
-    for number, engine in enumerate(engines.values()):
-        engine.number = number
+    for engine in engines.values():
         if engine.view.group:
             engine.ranks = [engines[name] for name in engine.view.group]
     return engines
@@ -89,14 +91,10 @@ def _decode_batch_of(
         cluster.decode_slots,
         started,
         done,
-        context_of=_prompt_tokens,
+        context_of=lambda job: job.tokens,
         context_s=cluster.context_s,
         measured_tokens=cluster.measured_context_tokens,
     )
-
-
-def _prompt_tokens(job: Job) -> float:
-    return job.tokens
 
 
 def view_of(scenario: Scenario, kv: KvFacts) -> View:
@@ -119,7 +117,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                     for number, name in enumerate(instance_names(cluster))
                 ],
                 cluster.curve.seconds,
-                slot_s=_planned_slot_s(cluster, scenario.output_tokens),
+                slot_s=scenario.output_tokens * cluster.full_step_s,
                 instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
                 kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
                 kv=_facts(cluster.kv_model),
@@ -168,10 +166,3 @@ def usual_curves(scenario: Scenario) -> dict[str, ServiceCurve]:
     control = scenario.control
     rebuild_s = min(control.threshold_period_s, control.allocation_period_s) / 2
     return {cluster.name: cluster.curve.copied(rebuild_s) for cluster in scenario.clusters}
-
-
-def _planned_slot_s(cluster: SimulatedCluster, output_tokens: float) -> float:
-    """What an answer of the mean length takes in a full batch."""
-    return (
-        0.0 if cluster.decode_step_s is None else output_tokens * cluster.decode_step_s(cluster.decode_slots)
-    )

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from prfaas.core.scheduling.decision import Decision
@@ -37,108 +38,63 @@ class JobStage(IntEnum):
 _QUEUED = JobStage.QUEUED  # reading a member of an enum takes as long as a function call
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Job:
     """One attempt to serve a request."""
 
-    __slots__ = (
-        "arrival_s",
-        "blocks",
-        "checkpoint_bytes",
-        "computed_tokens",
-        "decision",
-        "early_tokens",
-        "engine",
-        "every_tokens",
-        "has_first",
-        "is_lost",
-        "is_void",
-        "left_tokens",
-        "link",
-        "load",
-        "load_s",
-        "number",
-        "own_tokens",
-        "prefix_link",
-        "promised_bytes",
-        "queued_s",
-        "reused_tokens",
-        "service_s",
-        "slot_since_s",
-        "stage",
-        "step_end_s",
-        "target",
-        "tokens",
-        "transfer",
-    )
-
     number: int
     """Counts arrivals, from 0."""
+    arrival_s: float
     tokens: int
     """What must be in the KV cache before decoding; more than the prompt if an answer was cut off."""
     left_tokens: int
     """Of the answer."""
     blocks: list[int]
     """Of the prompt; empty: no other prompt begins alike."""
-    has_first: bool
+    stage: JobStage = field(init=False, default=_QUEUED)
+    has_first: bool = field(init=False, default=False)
     """The client has its first token, or will have it on its way back from the prefill."""
-    decision: Decision
-    computed_tokens: int
+    decision: Decision = field(init=False)
+    computed_tokens: int = field(init=False)
     """What its prefill computes."""
-    engine: "Engine"
+    engine: "Engine" = field(init=False)
     """Where it prefills."""
-    target: "Engine"
+    target: "Engine" = field(init=False)
     """Where it decodes."""
-    service_s: float
+    service_s: float = field(init=False)
     """Seconds of its prefill, and of `load_s` before it."""
-    queued_s: float
+    queued_s: float = field(init=False)
     """Since when it waits for its engine alone."""
-    early_tokens: int
+    early_tokens: int = field(init=False, default=0)
     """Of what its prefill computes: what filled up the steps of prompts before it."""
-    step_end_s: float
+    step_end_s: float = field(init=False)
     """When the step ended in which the last of its tokens was one of those."""
-    slot_since_s: float
+    slot_since_s: float = field(init=False)
     """Since when it has its decode slot."""
-    own_tokens: int
+    own_tokens: int = field(init=False)
     """What its prefill instance itself holds; known where there are pools."""
-    reused_tokens: int
+    reused_tokens: int = field(init=False)
     """What is not computed; known where there are pools."""
-    load: LoadedBytes | None
+    load: LoadedBytes | None = field(init=False, default=None)
     """What it loads from the pool of its machine."""
-    load_s: float
+    load_s: float = field(init=False, default=0.0)
     """What that takes if nothing else loads there."""
-    link: MonitoredLink | None
+    link: MonitoredLink | None = field(init=False, default=None)
     """Between the two; None inside a cluster."""
-    promised_bytes: int
+    promised_bytes: int = field(init=False, default=0)
     """What was promised to that link."""
-    every_tokens: int
+    every_tokens: int = field(init=False, default=0)
     """What its prefill computes between two checkpoints; 0: it sends none."""
-    checkpoint_bytes: int
+    checkpoint_bytes: int = field(init=False, default=0)
     """Of all its checkpoints, which come on top of what was promised."""
-    prefix_link: MonitoredLink | None
+    prefix_link: MonitoredLink | None = field(init=False, default=None)
     """On which its prefix comes."""
-    transfer: FluidTransfer | None
+    transfer: FluidTransfer | None = field(init=False, default=None)
     """Under way, on either link."""
-    is_void: bool
+    is_void: bool = field(init=False, default=False)
     """Given up; another attempt took its place."""
-    is_lost: bool
+    is_lost: bool = field(init=False, default=False)
     """Its prefill was lost with its instance."""
-
-    def __init__(
-        self, number: int, arrival_s: float, tokens: int, left_tokens: int, blocks: list[int]
-    ) -> None:
-        self.number = number
-        self.arrival_s = arrival_s
-        self.tokens = tokens
-        self.left_tokens = left_tokens
-        self.blocks = blocks
-        self.has_first = False
-        self.is_void = self.is_lost = False
-        self.promised_bytes = self.early_tokens = self.every_tokens = self.checkpoint_bytes = 0
-        self.load = None
-        self.load_s = 0.0
-        self.link = self.prefix_link = None
-        self.transfer = None
-        self.stage = _QUEUED
 
     def hold_back(self) -> None:
         """Keep its last bytes back until the end of the step that it shares."""
@@ -165,101 +121,53 @@ class Job:
         return self.stage is not JobStage.DECODING and self.stage is not JobStage.POOLED
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Engine:
     """One instance. Its view is what policies read of it."""
 
-    __slots__ = (
-        "after_prefix_s",
-        "at_work",
-        "block_tokens",
-        "chunk_s",
-        "chunk_tokens",
-        "chunked_s",
-        "clock",
-        "cluster",
-        "free_at_s",
-        "leaves_s",
-        "mixed_tokens",
-        "name",
-        "number",
-        "pool",
-        "prefill_s",
-        "prefilled_s",
-        "queue",
-        "ranks",
-        "step_s",
-        "view",
-        "waiting",
-        "waiting_s",
-    )
-
-    at_work: int
-    """Prefills that have begun and not ended: none or one."""
-    free_at_s: float
-    """When that ends."""
-    leaves_s: float
-    """When it is taken away, where it has notice; else infinite."""
-    chunk_tokens: int
-    """Of a step, where the next prompts fill up what a prompt leaves of its last ones; 0: they don't."""
-    block_tokens: int
-    """A step takes so many tokens of a prompt, or twice, three times as many, before the prompt's last full block."""
-    mixed_tokens: int
-    """Of a prompt, computed with each step of the answers that are written here; 0: answers go on undisturbed."""
-    chunk_s: float
-    """What so many of the present prompt take; 0 without `mixed_tokens`."""
-    chunked_s: float
-    """When the first of its chunks began."""
-    queue: "deque[Job]"
-    """Waits for this instance alone, in the order of arrival."""
-    waiting: int
-    """Prefills that only this instance may do and that haven't begun: of its queue, bound ones of the pool, and those
-    whose prefix is on its way."""
-    waiting_s: float
-    """Seconds of their work."""
-    pool: "PrefillPool[Job]"
+    view: InstanceView
+    cluster: ClusterView
+    pool: PrefillPool[Job]
     """What any instance of its cluster may do."""
     clock: TokenClock | None
     """The decode batch; None where an instance can't decode."""
     step_s: Callable[[int], float] | None
     """Seconds of a decode step over the batch."""
-    prefilled_s: float
-    """Seconds of prefill begun so far."""
-    number: int
+    chunk_tokens: int = 0
+    """Of a step, where the next prompts fill up what a prompt leaves of its last ones; 0: they don't."""
+    block_tokens: int = 1
+    """A step takes so many tokens of a prompt, or twice, three times as many, before the prompt's last full block."""
+    mixed_tokens: int = 0
+    """Of a prompt, computed with each step of the answers that are written here; 0: answers go on undisturbed."""
+    number: int = 0
     """Counts the deployment's instances, from 0."""
-    ranks: "list[Engine]"
+    at_work: int = field(init=False, default=0)
+    """Prefills that have begun and not ended: none or one."""
+    free_at_s: float = field(init=False, default=0.0)
+    """When that ends."""
+    leaves_s: float = field(init=False, default=math.inf)
+    """When it is taken away, where it has notice; else infinite."""
+    chunk_s: float = field(init=False, default=0.0)
+    """What so many of the present prompt take; 0 without `mixed_tokens`."""
+    chunked_s: float = field(init=False, default=0.0)
+    """When the first of its chunks began."""
+    queue: deque[Job] = field(init=False, default_factory=deque)
+    """Waits for this instance alone, in the order of arrival."""
+    waiting: int = field(init=False, default=0)
+    """Prefills that only this instance may do and that haven't begun: of its queue, bound ones of the pool, and those
+    whose prefix is on its way."""
+    waiting_s: float = field(init=False, default=0.0)
+    """Seconds of their work."""
+    prefilled_s: float = field(init=False, default=0.0)
+    """Seconds of prefill begun so far."""
+    name: str = field(init=False)
+    after_prefix_s: Callable[[float, float], float] = field(init=False)
+    ranks: "list[Engine]" = field(init=False)
     """Those of its data-parallel group, which take their steps together; itself alone where it is in none."""
 
-    def __init__(
-        self,
-        view: InstanceView,
-        cluster: ClusterView,
-        pool: "PrefillPool[Job]",
-        clock: TokenClock | None,
-        step_s: Callable[[int], float] | None,
-        chunk_tokens: int = 0,
-        block_tokens: int = 1,
-        mixed_tokens: int = 0,
-    ) -> None:
-        self.view = view
-        self.name = view.name
-        self.cluster = cluster
-        self.prefill_s = cluster.prefill_s
-        self.after_prefix_s = cluster.after_prefix_s
-        self.pool = pool
-        self.clock = clock
-        self.step_s = step_s
-        self.queue = deque()
-        self.chunk_tokens = chunk_tokens
-        self.block_tokens = block_tokens
-        self.mixed_tokens = mixed_tokens
-        self.chunk_s = self.chunked_s = 0.0
-        self.at_work = 0
-        self.free_at_s = 0.0
-        self.leaves_s = math.inf
-        self.waiting = 0
-        self.waiting_s = 0.0
-        self.prefilled_s = 0.0
-        self.number = 0
+    def __post_init__(self) -> None:
+        self.name = self.view.name
+        self.after_prefix_s = self.cluster.after_prefix_s
         self.ranks = [self]
 
     def accept(self, service_s: float, now_s: float) -> None:

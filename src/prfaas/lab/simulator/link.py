@@ -51,14 +51,6 @@ class FluidLink:
         paced_bits_per_s: The bandwidth that senders count with; only the order of transfers depends on it.
     """
 
-    __slots__ = (
-        "_accepted_bits", "_active", "_armed_s", "_at_s", "_background", "_capacity_bits_per_s", "_events", "_filler",
-        "_foreground", "_late_queues", "_limit_bits_per_s", "_next_bits_per_s", "_next_change_s", "_number", "_pieces",
-        "_queues", "_queues_behind", "_rate_bits_per_s", "_rtt_s", "_senders", "_sent_bits", "_unwatched",
-        "_when_arrived", "_when_due",
-        "name", "open_transfers", "paced_bits_per_s",
-    )  # fmt: skip
-
     def __init__(
         self,
         events: Events,
@@ -168,7 +160,14 @@ class FluidLink:
         total_bits = streamed_bits + last_bits
         self._number = number = self._number + 1
         transfer = FluidTransfer(
-            queue, number, streamed_bits / prefill_s, last_bits, total_bits, now_s, done, argument
+            queue,
+            number,
+            streamed_bits / prefill_s,
+            last_bits,
+            total_bits,
+            start_s=now_s,
+            done=done,
+            argument=argument,
         )
         self.open_transfers += 1
         self._active += 1
@@ -206,7 +205,9 @@ class FluidLink:
             queue = self._queue(self._queues, self._foreground, route)
         bits = num_bytes * 8.0
         self._number += 1
-        transfer = FluidTransfer(queue, self._number, 0.0, bits, bits, now_s, done, argument)
+        transfer = FluidTransfer(
+            queue, self._number, 0.0, bits, bits, start_s=now_s, done=done, argument=argument
+        )
         self.open_transfers += 1
         if not bits:
             transfer.state = ARRIVING

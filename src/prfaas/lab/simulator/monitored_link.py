@@ -38,12 +38,6 @@ class MonitoredLink:
     trips, and not for ever. Between transfers and probes they remember.
     """
 
-    __slots__ = (
-        "_announced", "_delivered_bits_per_s", "_events", "_excess_s", "_history", "_is_watched", "_resent_bytes",
-        "_rtt_s", "_sender", "_sent_bytes",
-        "carried_s", "fluid", "kv", "meter", "on_change", "promised_bytes", "view",
-    )  # fmt: skip
-
     view: LinkView
     """The link for policies."""
     fluid: FluidLink

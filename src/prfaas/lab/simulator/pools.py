@@ -54,14 +54,12 @@ class MachinePools:
         scenario: With pools of at least one cluster.
         view: Of the policies; the pools are put into it.
         block_tokens: Of the traffic's prefix blocks.
-        tokens: By tier of `TIERS`, a column with what each request loads from there.
+        columns: Those of the tiers are put among them: what each request loads from there.
     """
 
-    def __init__(
-        self, scenario: Scenario, view: View, block_tokens: int, tokens: "Mapping[str, array[int]]"
-    ) -> None:
+    def __init__(self, scenario: Scenario, view: View, block_tokens: int, columns: Columns) -> None:
         self._view = view
-        self._tokens = tokens
+        self._tokens = columns.tier_tokens = {tier: array("i") for tier in TIERS}
         self.on_place: Callable[[Job], None] = lambda _job: None
         self._machines: dict[str, _Machine] = {}
         self._of: dict[str, _Machine] = {}
@@ -189,11 +187,3 @@ class MachinePools:
             self._view.pools[name] = view
             self._machines[name] = machine = _Machine(view, pool)
             self._of.update(dict.fromkeys(instances, machine))
-
-
-def pools_of(scenario: Scenario, view: View, block_tokens: int, columns: Columns) -> MachinePools | None:
-    """The pools of a scenario, their tiers' columns among `columns`; None where it has none."""
-    if not scenario.pools:
-        return None
-    columns.tier_tokens = {tier: array("i") for tier in TIERS}
-    return MachinePools(scenario, view, block_tokens, columns.tier_tokens)

@@ -38,14 +38,6 @@ class Recording:
             cached = best_operation(behind).lambda_max
         return cls(trace, covered, plain, cached)
 
-    def at_rate(self, rate_rps: float) -> ReplayedTraffic:
-        """The trace again and again, its times scaled to a mean rate, arrivals spread over the step of a coarse clock.
-
-        Raises:
-            WorkloadError: the trace has no duration and so no rate.
-        """
-        return ReplayedTraffic.at_rate(self.trace, rate_rps)
-
 
 def caches_for(
     deployment: PlannedDeployment, num_bytes: int | None, *, has_trace: bool
@@ -88,4 +80,4 @@ class Arriving:
             return IndependentTraffic(arrivals, workload.uncached, fixed(workload.output_tokens))
         if bursts or diurnal is not None:
             raise WorkloadError("bursts, day and night are of made-up arrivals; a trace has its own")
-        return self.recording.at_rate(rate_rps)
+        return ReplayedTraffic.at_rate(self.recording.trace, rate_rps)

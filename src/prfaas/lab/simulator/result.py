@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prfaas.core.arrays import FloatArray, IntArray
 from prfaas.core.deployment import Slo
 from prfaas.core.extras import how_to_install
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-FloatArray = NDArray[np.float64]
 
 # A backlog that grows by less than this share of the arrivals may be chance.
 _GROWTH = 0.01
@@ -100,7 +99,6 @@ def _mean_open(arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s:
     return float(np.clip(overlap, 0.0, None).sum() / (end_s - start_s))
 
 
-IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 

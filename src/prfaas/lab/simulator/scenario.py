@@ -17,11 +17,10 @@ from prfaas.core.kv.model import KvModel
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.planner.from_deployment import mapping_bits_per_s
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
-from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted, Steps
+from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted, Slowdown, Steps
 from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.simulator.prefix_caches import CacheOptions
 from prfaas.lab.simulator.simulated_cluster import SimulatedCluster, cluster_of
-from prfaas.lab.simulator.slowdown import Slowdown
 
 Given = ParamSpec("Given")
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
@@ -23,24 +24,9 @@ Route = tuple[str, str]
 """Who sends, and who receives: the names of two instances, or of two pools."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class FluidTransfer:
     """One transfer of a `FluidLink`, which alone changes it; its caller can hold it back or cancel it there."""
-
-    __slots__ = (
-        "argument",
-        "bits_per_s",
-        "done",
-        "has_stopped",
-        "is_held",
-        "last_bits",
-        "made_bits",
-        "number",
-        "queue",
-        "sent_bits",
-        "start_s",
-        "state",
-        "total_bits",
-    )
 
     queue: "SendQueue"
     """Where it has its turn."""
@@ -48,41 +34,21 @@ class FluidTransfer:
     """Counts the link's transfers."""
     bits_per_s: float
     """Production while the prefill runs, up to `total_bits` less `last_bits`."""
-    made_bits: float
-    """What was there at `start_s`."""
     last_bits: float
     """What comes at the end of production."""
     total_bits: float
     start_s: float
-    sent_bits: float
+    done: Callable[[Any], None]
+    argument: Any
+    state: int = field(init=False, default=ABREAST)
+    made_bits: float = field(init=False, default=0.0)
+    """What was there at `start_s`."""
+    sent_bits: float = field(init=False, default=0.0)
     """Kept while it is behind or produced. Abreast it is what has been produced."""
-    is_held: bool
+    is_held: bool = field(init=False, default=False)
     """What comes at the end of production is held back."""
-    has_stopped: bool
+    has_stopped: bool = field(init=False, default=False)
     """There is nothing more to come but what is held back."""
-
-    def __init__(
-        self,
-        queue: "SendQueue",
-        number: int,
-        bits_per_s: float,
-        last_bits: float,
-        total_bits: float,
-        start_s: float,
-        done: Callable[[Any], None],
-        argument: Any,
-    ) -> None:
-        self.queue = queue
-        self.number = number
-        self.bits_per_s = bits_per_s
-        self.last_bits = last_bits
-        self.total_bits = total_bits
-        self.start_s = start_s
-        self.done = done
-        self.argument = argument
-        self.state = ABREAST
-        self.made_bits = self.sent_bits = 0.0
-        self.is_held = self.has_stopped = False
 
     def produced_bits(self, now_s: float) -> float:
         """Bits of it that have been produced, while production goes on or is held back."""

@@ -46,6 +46,11 @@ class SimulatedCluster:
     group_ranks: int = 1
     """Instances that fail and change their role together: ranks of a data-parallel group."""
 
+    @property
+    def full_step_s(self) -> float:
+        """Seconds of a decode step of a full batch; 0 where nothing decodes."""
+        return 0.0 if self.decode_step_s is None else self.decode_step_s(self.decode_slots)
+
 
 def cluster_of(
     planned: PlannedDeployment, cluster: PlannedCluster, prefill: Mapping[str, int], problem: PlanProblem

@@ -4,16 +4,18 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heappop
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prfaas.core.arrays import FloatArray, IntArray
 from prfaas.core.units import SECONDS_PER_HOUR
 from prfaas.core.workload.traffic import RequestChunk
 from prfaas.lab.simulator.control_loops import HotCopies, SlowLoops
 from prfaas.lab.simulator.faults import Faults
-from prfaas.lab.simulator.result import FloatArray, IntArray, Result
+from prfaas.lab.simulator.result import Result
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.time_series import TimeSeries
 from prfaas.lab.simulator.world import World
@@ -89,7 +91,7 @@ def simulate(
     # Nothing here is cyclic garbage, and looking for it takes a third of the time.
     gc.disable()
     try:
-        for chunk in _with_first(first, chunks):
+        for chunk in chain([first], chunks):
             _feed(world, chunk, count, on_event)
             count += len(chunk)
             # Not its blocks, which are most of a chunk.
@@ -166,11 +168,6 @@ def _head(chunk: RequestChunk, count: int) -> RequestChunk:
     )
 
 
-def _with_first(first: RequestChunk, rest: Iterator[RequestChunk]) -> Iterator[RequestChunk]:
-    yield first
-    yield from rest
-
-
 def _result(
     world: World, arrived: list[_Arrived], series: TimeSeries, changes: dict[str, Any], warmup_share: float
 ) -> Result:
@@ -236,9 +233,4 @@ def _more(world: World, arrived: list[_Arrived]) -> dict[str, NDArray[Any]]:
 def _answer_s(scenario: Scenario, input_tokens: float, output_tokens: float) -> float:
     """Prefill and full decode batch of a request of these lengths, on the slowest instances there are."""
     prefill_s = max(cluster.curve.seconds(input_tokens) for cluster in scenario.clusters)
-    steps_s = [
-        cluster.decode_step_s(cluster.decode_slots)
-        for cluster in scenario.clusters
-        if cluster.decode_step_s is not None
-    ]
-    return prefill_s + output_tokens * max(steps_s, default=0.0)
+    return prefill_s + output_tokens * max(cluster.full_step_s for cluster in scenario.clusters)

@@ -77,8 +77,6 @@ class TimeSeries:
 class _Side:
     """Prefill or decode in one cluster: what its instances did so far while they had this role."""
 
-    __slots__ = ("_before_s", "_busy_s", "_seen_s", "_there_s", "_used_s", "_was_there_s")
-
     def __init__(self, name: str, instances: int, totals: _Columns) -> None:
         """`name`: of side and cluster, "prefill" and "home" in prefill_busy_s_home."""
         side, _, cluster = name.partition(" ")

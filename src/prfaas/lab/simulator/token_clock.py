@@ -31,24 +31,6 @@ class TokenClock:
         ValueError: no slot, or a step that takes no time or for ever.
     """
 
-    __slots__ = (
-        "_armed_s",
-        "_at_s",
-        "_busy_slot_s",
-        "_chunk_s",
-        "_done",
-        "_events",
-        "_members",
-        "_number",
-        "_queue",
-        "_slots",
-        "_started",
-        "_steps_s",
-        "_tokens",
-        "_when_due",
-        "batch",
-    )
-
     def __init__(
         self,
         events: Events,
@@ -155,17 +137,14 @@ class TokenClock:
         if armed_s != self._armed_s:
             return  # another event was put before this one
         self._armed_s = math.inf
-        self._at_s, before_s = armed_s, self._at_s
-        passed_s = armed_s - before_s
-        rate = self._tokens_per_s(self.batch)
-        self._busy_slot_s += self.batch * passed_s
-        self._tokens = tokens = self._tokens + passed_s * rate
+        self._advance()
         members = self._members
-        reached = tokens + (_SLACK_S + armed_s * _SLACK) * rate
+        reached = self._tokens + (_SLACK_S + armed_s * _SLACK) * self._tokens_per_s(self.batch)
         finished = []
         while members and members[0][0] <= reached:
-            finished.append(heappop(members)[2])
-            self.batch -= 1
+            _, number, argument = heappop(members)
+            self._leave(number)
+            finished.append(argument)
         if finished:
             if not self.batch:
                 self._tokens = 0.0
@@ -175,6 +154,10 @@ class TokenClock:
                 self._admit()
         if self.batch:
             self._arm()
+
+    def _leave(self, _number: int) -> None:
+        """A member has all its tokens."""
+        self.batch -= 1
 
     def _admit(self) -> None:
         queue = self._queue
@@ -221,8 +204,6 @@ class ContextClock(TokenClock):
     Raises:
         ValueError: as `TokenClock`; or contexts of `measured_tokens` would take longer than a whole step.
     """
-
-    __slots__ = ("_bare_s", "_context_of", "_context_s", "_contexts", "_origins")
 
     def __init__(
         self,
@@ -276,27 +257,12 @@ class ContextClock(TokenClock):
         self._arm()
         self._started(argument)
 
-    def _wake(self, armed_s: float) -> None:
-        if armed_s != self._armed_s:
-            return  # another event was put before this one
-        self._armed_s = math.inf
-        self._advance()
-        members = self._members
-        reached = self._tokens + (_SLACK_S + armed_s * _SLACK) / self._now_s
-        finished = []
-        while members and members[0][0] <= reached:
-            _, number, argument = heappop(members)
-            self._contexts = max(self._contexts - self._origins.pop(number) - self._tokens, 0.0)
-            self.batch -= 1
-            finished.append(argument)
-        if finished and not self.batch:
-            self._tokens = self._contexts = 0.0
-        for argument in finished:
-            self._done(argument)
-        if finished and self._queue:
-            self._admit()
-        if self.batch:
-            self._arm()
+    def _leave(self, number: int) -> None:
+        self._contexts = max(self._contexts - self._origins.pop(number) - self._tokens, 0.0)
+        self.batch -= 1
+
+    def _tokens_per_s(self, _batch: int) -> float:
+        return 1 / self._now_s
 
     def _arm(self) -> None:
         members = self._members

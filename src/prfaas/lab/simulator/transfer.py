@@ -15,8 +15,6 @@ class KvMoves:
     its end. Windows leave with the chunks that compute what they hold at the end, or without chunks at the end too.
     """
 
-    __slots__ = ("_fixed_bytes", "_model", "_token_bytes", "_windows", "facts")
-
     facts: KvFacts
     """The facts that policies read, as in the live system."""
 

@@ -1,6 +1,7 @@
 """The simulated deployment: engines, links and the view that policies read, and what happens to a request there."""
 
 import math
+from collections.abc import Iterator
 from heapq import heappush
 
 import numpy as np
@@ -14,16 +15,18 @@ from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.policy import POLICIES, Policy, make_policy
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.waits import work_wait_s
+from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.answers import Answers
 from prfaas.lab.simulator.columns import REFUSED, Columns
 from prfaas.lab.simulator.events import Callback, Events
 from prfaas.lab.simulator.fleet import engines_of, links_of, usual_curves, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
-from prfaas.lab.simulator.job_moves import CacheMoves, ChunkStreams
 from prfaas.lab.simulator.kept_transfers import KeptTransfers
 from prfaas.lab.simulator.monitored_link import LOOK_S
-from prfaas.lab.simulator.pools import pools_of
+from prfaas.lab.simulator.pools import MachinePools
+from prfaas.lab.simulator.prefix_caches import PrefixCaches
 from prfaas.lab.simulator.scenario import Scenario
+from prfaas.lab.simulator.send_queue import FluidTransfer
 from prfaas.lab.simulator.transfer import KvMoves
 
 _NOTHING_HELD: dict[str, PrefixHit] = {}
@@ -59,16 +62,12 @@ class World:
         self.engines = engines_of(scenario, self.view, self.prefill_pools, self.events, self.answers)
         self.links = links_of(scenario, self.view, self.kv, self.events, rng)
         caches = scenario.caches
-        self.caches = None if caches is None else caches.of_instances(list(self.engines), block_tokens)
-        self.pools = pools_of(scenario, self.view, block_tokens, self.columns)
-        self._moves = CacheMoves(
-            self.events, self.engines, self.links, self.pools, self.columns, self._prefix_here
-        )
+        self.caches = None if caches is None else PrefixCaches(list(self.engines), caches, block_tokens)
+        self.pools = MachinePools(scenario, self.view, block_tokens, self.columns) if scenario.pools else None
         self._limits_waits = scenario.queue_limit_s < math.inf
         self.window = LengthWindow(scenario.control.window_s)
         self._local: Policy = make_policy("local_only")
         self._kept = KeptTransfers(scenario, self.kv)
-        self._streams = ChunkStreams(self.events)
         # Others take what profiles say.
         self._are_steps_slow = scenario.slowdown is not None or any(
             cluster.mixed_tokens for cluster in scenario.clusters
@@ -179,7 +178,7 @@ class World:
             # Meanwhile the prefill counts as accepted by its instance.
             job.stage = _MOVING
             engine.accept(job.service_s, now_s)
-            self._moves.begin(job)
+            self._move_prefix(job)
         elif not engine.at_work and not engine.queue:
             self._start(engine, job)
         else:
@@ -203,7 +202,45 @@ class World:
             return RoutingRequest(job.tokens, held, job.number, first_from_prefill=first)
         return self.pools.request(job.number, job.tokens, job.blocks, held, first)
 
+    def _move_prefix(self, job: Job) -> None:
+        """Carry out the cache transfer that the job's decision wants: instance to instance, or pool to pool."""
+        moved, target, now_s = job.decision.cache_transfer, job.engine.cluster.name, self.events.now_s
+        assert moved is not None
+        begins_s = now_s
+        if moved.from_pool:
+            assert self.pools is not None
+            source = self.pools.source_cluster(moved)
+            if source == target:
+                self.events.at(self.pools.read(job, moved, now_s), self._prefix_here, job)
+                return
+            self.pools.send(job, moved)
+        else:
+            holder = self.engines[moved.source]
+            source = holder.cluster.name
+            # What an instance sends it has computed the last token of, behind the prefills that it had.
+            begins_s = max(now_s, holder.view.busy_until_s)
+        job.prefix_link = self.links[source, target]
+        if begins_s > now_s:
+            self.events.at(begins_s, self._send_prefix, job)
+        else:
+            self._send_prefix(job)
+
+    def _send_prefix(self, job: Job) -> None:
+        moved, link = job.decision.cache_transfer, job.prefix_link
+        if job.is_void or moved is None or link is None:
+            return
+        nbytes = (
+            moved.kv_bytes
+            if moved.from_pool
+            else link.kv.total_bytes(moved.reusable_tokens, moved.skip_tokens)
+        )
+        self.columns.link_bytes[job.number] += nbytes
+        job.transfer = link.fluid.send(
+            (moved.source, job.engine.name), nbytes, self._prefix_here, job, background=True
+        )
+
     def _prefix_here(self, job: Job) -> None:
+        """A job's prefix has come to its prefill instance, or to that one's pool."""
         if job.is_void:
             return
         engine = job.engine
@@ -313,9 +350,20 @@ class World:
             events.number = number = events.number + 1
             heappush(events.heap, (end_s, number, self._when_prefilled, job))
         else:
-            self._streams.begin(job)
+            if job.transfer is not None:
+                self._follow_chunks((job, _chunk_rates(job, job.transfer)))
         if chunk_s:
             engine.lengthen_steps(chunk_s, events.now_s)
+
+    def _follow_chunks(self, stream: "tuple[Job, _Rates]") -> None:
+        """Set the rate of a stream whose prefill runs in chunks, and again with the next chunk."""
+        job, rates = stream
+        link, transfer = job.link, job.transfer
+        if link is None or transfer is None:
+            return
+        lasts_s, bits_per_s = next(rates, (0.0, 0.0))
+        if lasts_s and link.fluid.produce_at(transfer, bits_per_s):
+            self.events.at(self.events.now_s + lasts_s, self._follow_chunks, stream)
 
     def _prefilled(self, job: Job) -> None:
         engine = job.engine
@@ -415,3 +463,34 @@ class World:
             engine.pool.withdraw(job)
             engine.cluster.waiting_s = engine.pool.waiting_s
         job.leave_link(now_s)
+
+
+_Rates = Iterator[tuple[float, float]]
+"""Seconds, and bits per second for so long."""
+
+
+def _chunk_rates(job: Job, transfer: FluidTransfer) -> _Rates:
+    """Of the stream of a prefill that runs in chunks, one chunk after another.
+
+    The first chunks of a long prompt attend to few tokens, so they take less time than the last ones and their KV needs
+    more of a link. What the engine had cached of the prompt leaves with the first one.
+    """
+    engine = job.engine
+    skip_tokens, prefix_tokens = job.decision.skip_tokens, job.tokens - job.computed_tokens
+    sent_tokens, link = job.tokens - 1 - skip_tokens, job.link
+    if sent_tokens <= 0 or not job.computed_tokens or link is None:
+        return
+    window_bits = BITS_PER_BYTE * link.kv.window_bytes(job.tokens - 1, job.tokens - 1)
+    token_bits = (transfer.total_bits - transfer.last_bits - window_bits) / sent_tokens
+    pace = job.service_s / engine.after_prefix_s(job.computed_tokens, prefix_tokens)
+    before_s, unsent_from, sent_bits = 0.0, skip_tokens, 0.0
+    for begun in range(0, job.computed_tokens, engine.chunk_tokens):
+        done = min(begun + engine.chunk_tokens, job.computed_tokens)
+        at_s = engine.after_prefix_s(done, prefix_tokens) * pace
+        end = min(prefix_tokens + done, job.tokens - 1)
+        if at_s > before_s and end > unsent_from:
+            # What windows hold of the prompt so far.
+            held_bits = float(BITS_PER_BYTE * link.kv.window_bytes(job.tokens - 1, end))
+            bits = token_bits * (end - unsent_from) + held_bits - sent_bits
+            yield at_s - before_s, bits / (at_s - before_s)
+            before_s, unsent_from, sent_bits = at_s, end, held_bits

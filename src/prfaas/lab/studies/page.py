@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Study, StudySection, StudyTable
@@ -50,7 +50,7 @@ def _intro(context: StudyContext, command: str) -> list[str]:
 
 def _section(study: Study, section: StudySection) -> list[str]:
     lines = [f"## {study.title}", "", f"`prfaas study {study.name}`. {section.question}", ""]
-    lines += [_item(finding) for finding in section.findings]
+    lines += [_paragraph(finding, "- ", "  ") for finding in section.findings]
     lines += ["", _paragraph(f"Setup. {section.setup}"), ""]
     for figure in section.figures:
         lines += [f"![{figure.caption}](img/{figure.name}.svg)", "", _paragraph(f"*{figure.caption}*"), ""]
@@ -63,23 +63,16 @@ def _section(study: Study, section: StudySection) -> list[str]:
 def _table(table: StudyTable) -> list[str]:
     rows = ["| " + " | ".join(table.columns) + " |"]
     rows.append("|---" + "|---:" * (len(table.columns) - 1) + "|")
-    return rows + ["| " + " | ".join(_marked(row)) + " |" for row in table.rows]
+    return rows + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table.rows]
 
 
-def _marked(row: Sequence[str]) -> list[str]:
-    return [cell.replace("|", "\\|") for cell in row]
-
-
-def _paragraph(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-def _item(text: str) -> str:
+def _paragraph(text: str, first: str = "", then: str = "") -> str:
+    """Lines of the page's width, which begin with `first` and `then`."""
     return textwrap.fill(
         text,
         _WIDTH,
-        initial_indent="- ",
-        subsequent_indent="  ",
+        initial_indent=first,
+        subsequent_indent=then,
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from prfaas.serving.pool.ssd_file import leads_to
+from prfaas.serving.pool.ssd_file import leads_to, write_all
 
 _FILE_MAGIC = b"PRFJRNL1"
 _DIGEST_BYTES = 16
@@ -146,7 +146,7 @@ class Journal:
                 (record, _Place(place.offset - places[0][1].offset + self._end, place.size_bytes))
                 for record, place in places
             ]
-        _write_all(self._fd, data, self._end)
+        write_all(self._fd, data, self._end)
         os.fdatasync(self._fd)
         self._end += len(data)
         for record, place in places:
@@ -183,10 +183,10 @@ class Journal:
                 moved[page_id] = _Place(written + len(data), place.size_bytes)
                 data += record
                 if len(data) >= _WRITE_BYTES:
-                    _write_all(fd, data, written)
+                    write_all(fd, data, written)
                     written += len(data)
                     data.clear()
-            _write_all(fd, data, written)
+            write_all(fd, data, written)
             written += len(data)
             os.fsync(fd)
             beside.replace(self._path)
@@ -263,13 +263,6 @@ def _decoded(data: bytes, position: int) -> tuple[int, _Record] | None:
         return _RECORD.size + length, _DECODER.decode(body)
     except msgspec.MsgspecError:
         return None
-
-
-def _write_all(fd: int, data: bytes | bytearray, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def _sync_folder(folder: Path) -> None:

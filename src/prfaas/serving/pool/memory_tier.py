@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from prfaas.core.pool.geometry import PageIdentity
 from prfaas.core.pool.keys import KEY_BYTES, page_id
@@ -15,42 +16,39 @@ _TOUCHED_AGAIN_S = 1.0
 _IN_USE = frozenset({PageState.WRITING, PageState.SPILLING, PageState.PROMOTING, PageState.FAILED})
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PoolPage:
     """The store's record of a page, in memory or on SSD."""
 
-    __slots__ = (
-        "checksums", "discarded", "failed", "group", "identity", "key", "left_behind", "offset", "on_ssd", "owner",
-        "page_id", "pins", "ranks_left", "reserved_in", "slot", "state", "tenant", "touched_s",
-        "was_hit",
-    )  # fmt: skip
+    page_id: bytes
+    tenant: bytes
+    key: bytes = field(init=False)
+    group: int = field(init=False)
+    state: PageState = field(init=False, default=PageState.ON_SSD)
+    slot: int = field(init=False, default=NO_SLOT)
+    offset: int = field(init=False, default=0)
+    pins: int = field(init=False, default=0)
+    on_ssd: bool = field(init=False, default=False)
+    was_hit: bool = field(init=False, default=False)
+    discarded: bool = field(init=False, default=False)
+    checksums: list[int] = field(init=False, default_factory=list)
+    identity: PageIdentity | None = field(init=False, default=None)
+    """Its identity while it is WRITING or PROMOTING; for other pages see `MemoryTier.identity`."""
+    owner: Owner | None = field(init=False, default=None)
+    """Its writer, while it is WRITING."""
+    reserved_in: "set[PoolPage] | None" = field(init=False, default=None)
+    """All pages reserved by its writer's session, while it is WRITING."""
+    touched_s: float = field(init=False, default=-math.inf)
+    """Time of the use that the eviction policy last learned of."""
+    ranks_left: int = field(init=False, default=0)
+    """Bit r: rank r has not finished its share."""
+    left_behind: bool = field(init=False, default=False)
+    """It was WRITING when the last daemon ended."""
+    failed: bool = field(init=False, default=False)
+    """It will not become READY: a rank gave up, or its session ended."""
 
-    def __init__(self, page_id: bytes, tenant: bytes) -> None:
-        self.page_id = page_id
-        self.key = page_id[:KEY_BYTES]
-        self.group = page_id[KEY_BYTES]
-        self.tenant = tenant
-        self.state = PageState.ON_SSD
-        self.slot = NO_SLOT
-        self.offset = 0
-        self.pins = 0
-        self.on_ssd = False
-        self.was_hit = False
-        self.discarded = False
-        self.checksums: list[int] = []
-        self.identity: PageIdentity | None = None
-        """Its identity while it is WRITING or PROMOTING; for other pages see `MemoryTier.identity`."""
-        self.owner: Owner | None = None
-        """Its writer, while it is WRITING."""
-        self.reserved_in: set[PoolPage] | None = None
-        """All pages reserved by its writer's session, while it is WRITING."""
-        self.touched_s = -math.inf
-        """Time of the use that the eviction policy last learned of."""
-        self.ranks_left = 0
-        """Bit r: rank r has not finished its share."""
-        self.left_behind = False
-        """It was WRITING when the last daemon ended."""
-        self.failed = False
-        """It will not become READY: a rank gave up, or its session ended."""
+    def __post_init__(self) -> None:
+        self.key, self.group = self.page_id[:KEY_BYTES], self.page_id[KEY_BYTES]
 
     @property
     def in_use(self) -> bool:

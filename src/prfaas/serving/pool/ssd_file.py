@@ -14,6 +14,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from prfaas.core.pool.geometry import SECTOR_BYTES, whole_sectors
+from prfaas.core.pool.slabs import SlabAllocator
 
 BLOCK_BYTES = 4096
 """Pages begin at multiples of this in the file, as reads and writes past the page cache need it."""
@@ -77,10 +78,7 @@ class PageWrite(NamedTuple):
 
 
 class FileSlots:
-    """Allocator of the file's room.
-
-    The file is cut into segments of one size. A segment holds pages of one KV group until it is empty, and then of any
-    group, so no group keeps room that it no longer uses.
+    """Allocator of the file's room: of segments of one size, each with pages of one size until it is empty.
 
     Args:
         file_bytes: Most that the file may take.
@@ -93,12 +91,9 @@ class FileSlots:
         wanted = min(_MOST_SEGMENT_BYTES, file_bytes // _FEWEST_SEGMENTS)
         self.segment_bytes = largest * max(1, wanted // largest)
         self.segments = file_bytes // self.segment_bytes
-        # Ordered sets: the last is taken next.
-        self._unused = dict.fromkeys(range(self.segments - 1, -1, -1))
-        # Segment → its group and the free offsets in it.
-        self._of: dict[int, tuple[int, dict[int, None]]] = {}
-        # Group → its segments that have room.
-        self._with_room: dict[int, dict[int, None]] = {group: {} for group in page_bytes}
+        self._slots = SlabAllocator(self.segment_bytes, set(self._stored_bytes.values()))
+        for segment in range(self.segments):
+            self._slots.add(segment)
 
     @property
     def file_bytes(self) -> int:
@@ -111,50 +106,20 @@ class FileSlots:
 
     def take(self, group: int) -> int | None:
         """Take room for a page of the group: its offset in the file, None if there is none."""
-        if not self._with_room[group]:
-            if not self._unused:
-                return None
-            self._give_segment(self._unused.popitem()[0], group)
-        segment = next(iter(self._with_room[group]))
-        free = self._of[segment][1]
-        offset, _ = free.popitem()
-        if not free:
-            del self._with_room[group][segment]
-        return offset
+        slot = self._slots.take(self._stored_bytes[group])
+        return None if slot is None else self._slots.offset(slot)
 
     def claim(self, group: int, offset: int) -> bool:
         """Take the room at this offset; False if a page of the group can't lie there, or it isn't free."""
-        segment = offset // self.segment_bytes
-        if group not in self._stored_bytes or not 0 <= segment < self.segments:
+        size = self._stored_bytes.get(group, 0)
+        if not size or offset % self.segment_bytes % size:
             return False
-        if segment not in self._of:
-            del self._unused[segment]
-            self._give_segment(segment, group)
-        owner, free = self._of[segment]
-        if owner != group or offset not in free:
-            return False
-        del free[offset]
-        if not free:
-            del self._with_room[group][segment]
-        return True
+        segment, inside = divmod(offset, self.segment_bytes)
+        return self._slots.claim(segment * self._slots.most_slots + inside // size, size)
 
     def give_back(self, offset: int) -> None:
         """Give back the room at this offset."""
-        segment = offset // self.segment_bytes
-        group, free = self._of[segment]
-        free[offset] = None
-        if len(free) == self.segment_bytes // self._stored_bytes[group]:
-            del self._of[segment]
-            self._with_room[group].pop(segment, None)
-            self._unused[segment] = None
-        else:
-            self._with_room[group][segment] = None
-
-    def _give_segment(self, segment: int, group: int) -> None:
-        size, start = self._stored_bytes[group], segment * self.segment_bytes
-        offsets = range(start, start + self.segment_bytes - size + 1, size)
-        self._of[segment] = (group, dict.fromkeys(reversed(offsets)))
-        self._with_room[group][segment] = None
+        self._slots.give_back(self._slots.slot_at(offset))
 
 
 _ZEROS = memoryview(mmap.mmap(-1, BLOCK_BYTES))
@@ -272,7 +237,7 @@ class PageFile:
             if piece is None:
                 np.copyto(buffer.bytes[:size], write.page[start : start + size])
                 piece = buffer.view[: stored_bytes(size)]
-            self._write_piece(piece, write.offset + start)
+            write_all(self._io_fd, piece, write.offset + start)
 
     def sync(self) -> None:
         """Wait until all that was written is on the disk.
@@ -352,11 +317,6 @@ class PageFile:
             return None
         return piece.data
 
-    def _write_piece(self, piece: memoryview, offset: int) -> None:
-        while piece:
-            written = os.pwrite(self._io_fd, piece, offset)
-            piece, offset = piece[written:], offset + written
-
     def _past_cache(self) -> int | None:
         """A descriptor that bypasses the page cache; None where the file system has none."""
         try:
@@ -374,6 +334,14 @@ class PageFile:
         except OSError:
             self._takes_sectors = False
         return fd
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write from that offset of an open file on."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
 
 
 def leads_to(path: Path, fd: int) -> bool:
