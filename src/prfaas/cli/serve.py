@@ -149,6 +149,7 @@ async def _serve(
         reloader.check(following.check)
         reloader.follow(following)
         reloader.on_left(following.left)
+        reloader.restart = following.restart
     gateway = asyncio.create_task(serve_live(deployment, ready=ready, draining=draining, reloader=reloader))
     # What the imports made stays: without it, a full collection would look at all of it, for a tenth of a second.
     gc.collect()

@@ -21,6 +21,7 @@ PEERS = [
     (CONTROL, ROLE_OBSERVER),
     (TOOLS, ROLE_OBSERVER),
     ("east-0/0", ROLE_OBSERVER),
+    ("c", ROLE_OBSERVER),
 ]
 
 
@@ -34,7 +35,7 @@ def connected(port: int, name: str, role: str) -> socket.socket:
 
 
 def permitted(name: str, role: str) -> frozenset[FrameType]:
-    return permitted_frames(PeerIdentity(name, role, "s"))
+    return permitted_frames(PeerIdentity(name, role, "s"), "c/0")
 
 
 def test_the_table() -> None:
@@ -47,6 +48,7 @@ def test_the_table() -> None:
         CONTROL: {"STATS", "PACE", "PROBE", "ROSTER", "COPY", "ABANDON", "FOLLOW"},
         TOOLS: {"STATS", "WATCH"},
         "east-0/0": {"PULL"},
+        "c": {"STATS", "LEAVE"},
     }
     assert all(heartbeats <= frames for frames in PERMISSIONS.values())
     assert set(PERMISSIONS) > OBSERVERS

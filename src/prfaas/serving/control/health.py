@@ -41,6 +41,13 @@ class _Suspicion:
     """When it was judged frozen, by the loop's clock."""
     answers: bool = False
     """Of a dead one: it has answered again."""
+    is_mute: bool = False
+    """Of a dead one: its other ways are silent, too, and what hangs at its server has been ended."""
+
+    @property
+    def ends_calls(self) -> bool:
+        """What is open there is ended, and so is what comes."""
+        return self.kind is _Kind.FROZEN or self.is_mute
 
 
 class HealthWatch(Part):
@@ -100,7 +107,7 @@ class HealthWatch(Part):
         """Watch an instance no longer."""
         self.liveness.leave(name)
         gone = self._suspects.pop(name, None)
-        if gone is not None and gone.kind is _Kind.FROZEN:
+        if gone is not None and gone.ends_calls:
             # Its name, or its address, may be another engine's next.
             self._listeners.frozen.tell(name, None)
 
@@ -158,6 +165,10 @@ class HealthWatch(Part):
             if trouble is not None:
                 if suspicion is None or suspicion.kind is _Kind.FAILED:
                     self._accuse(name, _Suspicion(_Kind.FROZEN, trouble, 0.0, self._loop_clock()))
+                elif suspicion.kind is _Kind.DEAD and not (suspicion.is_mute or suspicion.answers):
+                    # A server that ends waits for its open connections, and vLLM's has lost its engine by then.
+                    suspicion.is_mute = True
+                    self._listeners.frozen.tell(name, trouble)
             elif (
                 suspicion is not None
                 and suspicion.kind is _Kind.FROZEN
@@ -208,13 +219,13 @@ class HealthWatch(Part):
             self._listeners.healthy.tell(name, False)
         if suspicion.kind is _Kind.FROZEN:
             self._listeners.frozen.tell(name, suspicion.reason)
-        elif before is not None and before.kind is _Kind.FROZEN:
+        elif before is not None and before.ends_calls:
             self._listeners.frozen.tell(name, None)
 
     def _acquit(self, name: str) -> None:
         suspicion = self._suspects.pop(name)
         self._cluster_state.instance(name).healthy = True
         logger.info("%s answers again", name)
-        if suspicion.kind is _Kind.FROZEN:
+        if suspicion.ends_calls:
             self._listeners.frozen.tell(name, None)
         self._listeners.healthy.tell(name, True)
