@@ -24,7 +24,9 @@ class InstanceDrains(Part):
     """Closes instances and lets them in again. It belongs to the event loop.
 
     An engine that is to end says so at its KV port, or by refusing new requests while it lets the old ones end. It is
-    closed until its next process answers. One that was given notice still gets prefills that end in time (`core.scheduling.preemption`). It is closed when the
+    closed until its next process answers.
+
+    One that was given notice still gets prefills that end in time (`core.scheduling.preemption`). It is closed when the
     time is over, and takes part again as soon as another process answers in its place. One that the file has no more
     gets nothing new; it is forgotten by a deployment without it, which must wait until `is_idle`.
     """

@@ -42,7 +42,7 @@ class _Suspicion:
     answers: bool = False
     """Of a dead one: it has answered again."""
     is_mute: bool = False
-    """Of a dead one: its other ways are silent, too, and what hangs at its server has been ended."""
+    """Of a dead one: it has not answered since, and what hung at its server has been ended."""
 
     @property
     def ends_calls(self) -> bool:
@@ -162,19 +162,24 @@ class HealthWatch(Part):
         for name in self._cluster_state.names:
             trouble = self._trouble(name)
             suspicion = self._suspects.get(name)
-            if trouble is not None:
-                if suspicion is None or suspicion.kind is _Kind.FAILED:
-                    self._accuse(name, _Suspicion(_Kind.FROZEN, trouble, 0.0, self._loop_clock()))
-                elif suspicion.kind is _Kind.DEAD and not (suspicion.is_mute or suspicion.answers):
-                    # A server that ends waits for its open connections, and vLLM's has lost its engine by then.
-                    suspicion.is_mute = True
-                    self._listeners.frozen.tell(name, trouble)
+            if trouble is not None and (suspicion is None or suspicion.kind is _Kind.FAILED):
+                self._accuse(name, _Suspicion(_Kind.FROZEN, trouble, 0.0, self._loop_clock()))
+            elif suspicion is None:
+                continue
+            elif suspicion.kind is _Kind.DEAD:
+                self._end_calls(name, suspicion)
             elif (
-                suspicion is not None
+                trouble is None
                 and suspicion.kind is _Kind.FROZEN
                 and self.liveness.heard_since(name, suspicion.frozen_s)
             ):
                 self._acquit(name)
+
+    def _end_calls(self, name: str, suspicion: _Suspicion) -> None:
+        """End what hangs at a dead one: a server that ends waits for its connections, and vLLM's lost its engine."""
+        if not suspicion.answers and not suspicion.is_mute and self._clock() >= suspicion.until_s:
+            suspicion.is_mute = True
+            self._listeners.frozen.tell(name, f"gone: {suspicion.reason}")
 
     def _trouble(self, name: str) -> str | None:
         own = self._own_trouble(name)

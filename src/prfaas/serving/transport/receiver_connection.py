@@ -311,8 +311,8 @@ class ReceiverConnection:
                     self._table.drop(header.transfer_id, text_field(body, "reason"), keep=keep)
                 elif header.kind is FrameType.STATS:
                     stats = self._host.observed(links_only=body.get("of") == "links")
-                    self.post(pack_control(FrameType.STATS, body=stats))
                     self.knows_leaving = self.knows_leaving or stats.get("leaving") is True
+                    self.post(pack_control(FrameType.STATS, body=stats))
                 elif header.kind is FrameType.LEAVE:
                     self._host.leave()
                 elif (order := self._order(header, body, identity.name)) is not None:
