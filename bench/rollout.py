@@ -67,7 +67,11 @@ _PARSERS = ["--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-
 
 def _kinds(said: str, tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """Path and body of a stream, by kind."""
-    chat = {"messages": [{"role": "user", "content": said}], "max_tokens": tokens, "ignore_eos": True}
+    chat: dict[str, Any] = {
+        "messages": [{"role": "user", "content": said}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+    }
     return {
         "text": ("/v1/completions", {"prompt": said, "max_tokens": tokens, "ignore_eos": True}),
         "reasoning": ("/v1/chat/completions", {**chat, "stream_options": {"include_usage": True}}),

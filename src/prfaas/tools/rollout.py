@@ -1,14 +1,14 @@
 """Replaces the engines of a running deployment one after the other, without losing a request."""
 
 import asyncio
-import json
 import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import aiohttp
+import msgspec
 
 from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.serving.certificates import https_options, identity_of
@@ -23,6 +23,7 @@ _CONNECT_S = 6.0
 _PROMPT = "Seven times six is"
 _ANSWER_TOKENS = 12
 _MESSAGE_CHARACTERS = 300
+_RECORD = "rollout.json"
 
 State = Mapping[str, Any]
 Ask = Callable[[str, str], State]
@@ -62,12 +63,11 @@ class Replaced:
     answer: Literal["as before", "as another", "not compared"]
 
 
-@dataclass(slots=True)
-class RolloutRecord:
+class RolloutRecord(msgspec.Struct):
     """How far a rollout has come: what `--resume` goes on from."""
 
     instances: list[str]
-    done: list[str] = field(default_factory=list)
+    done: list[str] = []
 
     @classmethod
     def load(cls, deployment: Deployment) -> Self:
@@ -76,26 +76,25 @@ class RolloutRecord:
         Raises:
             RolloutError: there is none.
         """
-        path = deployment.home / "rollout.json"
+        path = deployment.home / _RECORD
         try:
-            told = json.loads(path.read_bytes())
-            return cls(list(map(str, told["instances"])), list(map(str, told["done"])))
+            return msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
             raise RolloutError(
                 f"no rollout of {deployment.name} was stopped on this machine; leave --resume out"
             ) from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError):
             raise RolloutError(
                 f"{path} is no record of a rollout; delete it and leave --resume out"
             ) from None
 
     def save(self, deployment: Deployment) -> None:
         """Write it; when all is done, take it away."""
-        path = deployment.home / "rollout.json"
+        path = deployment.home / _RECORD
         if self.done == self.instances:
             path.unlink(missing_ok=True)
         else:
-            path.write_text(json.dumps(asdict(self)))
+            path.write_bytes(msgspec.json.encode(self))
 
 
 async def replace_all(

@@ -83,7 +83,9 @@ def test_a_stand_in_ends_as_vllm_does(tmp_path: Path, within_s: float) -> None:
     async def main() -> None:
         async with running(write_deployment(tmp_path, speedup=20.0), "home-0") as world:
             node = world.nodes["home-0"]
-            request = asyncio.create_task(world.complete("home-0", random_ids(500, 1), max_tokens=60 if within_s else 5000))
+            request = asyncio.create_task(
+                world.complete("home-0", random_ids(500, 1), max_tokens=60 if within_s else 5000)
+            )
             while not node.engine.counts.running:
                 await asyncio.sleep(0.01)
             ending = asyncio.create_task(node.end(within_s))
