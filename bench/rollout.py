@@ -116,7 +116,11 @@ def write_deployments(home: Path, engines: str, etcd: str | None) -> list[Path]:
             for i in range(count)
         ]
 
-    far = {"name": "far", "kind": "prfaas", "instances": instances("far", "prefill", counts["far"])}
+    far: dict[str, Any] = {
+        "name": "far",
+        "kind": "prfaas",
+        "instances": instances("far", "prefill", counts["far"]),
+    }
     at_home = [
         *instances("home-p", "prefill", counts["home-p"]),
         *instances("home-d", "decode", counts["home-d"]),

@@ -3,8 +3,9 @@
 import asyncio
 import shlex
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import aiohttp
@@ -12,6 +13,7 @@ import msgspec
 
 from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.serving.certificates import https_options, identity_of
+from prfaas.serving.engines.engine_units import unit_name, units_of
 from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.transport.ticket import load_key
 from prfaas.tools.http_client import post_json
@@ -23,7 +25,6 @@ _CONNECT_S = 6.0
 _PROMPT = "Seven times six is"
 _ANSWER_TOKENS = 12
 _MESSAGE_CHARACTERS = 300
-_RECORD = "rollout.json"
 
 State = Mapping[str, Any]
 Ask = Callable[[str, str], State]
@@ -64,33 +65,22 @@ class Replaced:
 
 
 class RolloutRecord(msgspec.Struct):
-    """How far a rollout has come: what `--resume` goes on from."""
+    """How far a rollout has come: what `--resume` goes on from. It is kept until all is done."""
 
     instances: list[str]
     done: list[str] = []
 
     @classmethod
-    def load(cls, deployment: Deployment) -> Self:
-        """That of the last rollout of a deployment, which did not come to its end.
-
-        Raises:
-            RolloutError: there is none.
-        """
-        path = deployment.home / _RECORD
+    def load(cls, path: Path) -> Self:
+        """That of the last rollout, which did not come to its end. Raises RolloutError where there is none."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
-        except FileNotFoundError:
-            raise RolloutError(
-                f"no rollout of {deployment.name} was stopped on this machine; leave --resume out"
-            ) from None
-        except (ValueError, RecursionError):
-            raise RolloutError(
-                f"{path} is no record of a rollout; delete it and leave --resume out"
-            ) from None
+        except (FileNotFoundError, ValueError, RecursionError) as error:
+            why = "is not there" if isinstance(error, FileNotFoundError) else "is no record of a rollout"
+            raise RolloutError(f"nothing to go on with: {path} {why}; leave --resume out") from None
 
-    def save(self, deployment: Deployment) -> None:
-        """Write it; when all is done, take it away."""
-        path = deployment.home / _RECORD
+    def save(self, path: Path) -> None:
+        """Write it, or take it away when all is done."""
         if self.done == self.instances:
             path.unlink(missing_ok=True)
         else:
@@ -122,16 +112,17 @@ async def replace_all(
     """
     async with aiohttp.ClientSession(trust_env=False) as session:
         rollout = Rollout(deployment, ask, session, settings, tell)
-        record = RolloutRecord.load(deployment) if names is None else None
+        path = deployment.home / "rollout.json"
+        record = RolloutRecord.load(path) if names is None else None
         units = rollout.units(names or () if record is None else record.instances)
         record = record or RolloutRecord([unit[0].name for unit in units])
         for unit in units:
             if unit[0].name in record.done:
                 continue
-            record.save(deployment)
+            record.save(path)
             done.append(await rollout.replace(unit))
             record.done.append(unit[0].name)
-        record.save(deployment)
+        record.save(path)
 
 
 class Rollout:
@@ -166,13 +157,9 @@ class Rollout:
 
     def units(self, names: Sequence[str]) -> list[tuple[Instance, ...]]:
         """What is replaced together: engines of these names (none: all), and whole groups."""
-        wanted = [self._deployment.instance(name) for name in names] or self._deployment.instances
-        found: dict[str, tuple[Instance, ...]] = {}
-        for each in wanted:
-            group = each.data_parallel
-            of_group = (other for other in self._deployment.instances if other.data_parallel == group)
-            found[group or each.name] = (each,) if group is None else tuple(of_group)
-        return list(found.values())
+        instances = self._deployment.instances
+        wanted = units_of([self._deployment.instance(name) for name in names] or instances)
+        return [tuple(each for each in instances if unit_name(each) == unit) for unit in wanted]
 
     async def replace(self, unit: Sequence[Instance]) -> Replaced:
         """Drain an engine or a group, restart it, have it answer a question exactly, and let it take part again.
@@ -189,8 +176,11 @@ class Rollout:
         before = {each.name: (await self._session_of(each), await self._answer(each)) for each in unit}
         self._tell(f"{name}: restarting" + (f"; {left} requests go on elsewhere" if left else ""))
         await self._restart(unit)
-        await asyncio.gather(*(self._until_replaced(each, before[each.name][0]) for each in unit))
-        answers = [await self._check_answer(each, before[each.name][1], unit) for each in unit]
+        found = await asyncio.gather(*(self._until_replaced(each, before[each.name][0]) for each in unit))
+        answers = [
+            await self._compare(each, answer, before[each.name][1], unit)
+            for each, answer in zip(unit, found, strict=True)
+        ]
         await self._take_in(unit)
         away_s = time.monotonic() - drained_s
         self._tell(f"{name}: takes part again after {away_s:.0f} s")
@@ -241,21 +231,17 @@ class Rollout:
         for place, value in values.items():
             argv = [word.replace(place, value) for word in argv]
         shown = shlex.join(argv)
+        ways = asyncio.subprocess
         try:
             process = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                *argv, stdin=ways.DEVNULL, stdout=ways.PIPE, stderr=ways.STDOUT
             )
         except OSError as error:
             raise self._failed(instance, f"`{shown}` can't be run: {error.strerror or error}") from None
         try:
-            async with asyncio.timeout(self._settings.ready_s):
-                said, _ = await process.communicate()
+            said, _ = await asyncio.wait_for(process.communicate(), self._settings.ready_s)
         except TimeoutError:
             process.kill()
-            await process.wait()
             raise self._failed(
                 instance, f"`{shown}` has not ended within {self._settings.ready_s:g} s"
             ) from None
@@ -265,42 +251,38 @@ class Rollout:
                 instance, f"`{shown}` ended with exit code {process.returncode}: {last or 'no word'}"
             )
 
-    async def _until_replaced(self, instance: Instance, before: str | None) -> None:
+    async def _until_replaced(self, instance: Instance, before: str | None) -> str:
+        """Wait until a new process answers; returns its answer."""
         deadline_s = time.monotonic() + self._settings.ready_s
         session: str | None = None
         while time.monotonic() < deadline_s:
             session = await self._session_of(instance)
-            if session not in (None, before) and await self._is_healthy(instance):
-                return
+            if session not in (None, before) and (answer := await self._answer(instance)) is not None:
+                return answer
             await asyncio.sleep(_LOOK_EVERY_S)
         why = (
-            "its old process still answers"
-            if session is not None and session == before
-            else "it does not answer"
+            "it does not answer" if session is None or session != before else "its old process still answers"
         )
         raise self._failed(instance, f"{why} {self._settings.ready_s:g} s after its restart")
 
-    async def _check_answer(
-        self, instance: Instance, before: str | None, unit: Sequence[Instance]
+    async def _compare(
+        self, instance: Instance, answer: str, before: str | None, unit: Sequence[Instance]
     ) -> Literal["as before", "as another", "not compared"]:
-        answer = await self._answer(instance)
-        if answer is None:
-            raise self._failed(instance, "it does not answer a completion of one line")
+        """Who was away before is compared with another engine of its cluster."""
         if self._settings.new_answers:
             return "not compared"
-        other = None
+        told = [before]
         if before is None:
-            siblings = [each for each in self._deployment.instances if each.cluster == instance.cluster]
-            asked: list[Awaitable[str | None]] = [self._answer(each) for each in siblings if each not in unit]
-            other = next((told for told in await asyncio.gather(*asked) if told is not None), None)
-        expected = other if before is None else before
-        if expected is not None and expected != answer:
+            others = (each for each in self._deployment.instances if each.cluster == instance.cluster)
+            told = await asyncio.gather(*(self._answer(each) for each in others if each not in unit))
+        expected = next((each for each in told if each is not None), None)
+        if expected not in (None, answer):
             raise self._failed(
                 instance,
-                f'it goes on with {answer!r} after "{_PROMPT}", and with {expected!r} before; '
+                f'after "{_PROMPT}" it goes on with {answer!r}, not with {expected!r}; '
                 "say --new-answers if that is meant",
             )
-        return "as before" if before is not None else "as another" if other is not None else "not compared"
+        return "not compared" if expected is None else "as another" if before is None else "as before"
 
     async def _take_in(self, unit: Sequence[Instance]) -> None:
         await self._ask(f"/prfaas/instances/{unit[0].name}/undrain", "POST")
@@ -328,16 +310,6 @@ class Rollout:
             return None
         finally:
             await port.close()
-
-    async def _is_healthy(self, instance: Instance) -> bool:
-        https = https_options(instance, self._tls)
-        try:
-            async with self._session.get(
-                f"{instance.url}/health", timeout=_ANSWER_TIMEOUT, **https
-            ) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
 
     async def _answer(self, instance: Instance) -> str | None:
         """What an engine adds to a line of text by itself; None where it does not answer."""
