@@ -28,11 +28,12 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
@@ -46,6 +47,7 @@ from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
 from prfaas.serving.transport.ticket import create_key
 
+T = TypeVar("T")
 MODEL = "tiny"
 READY_S = 180.0
 DRAIN_S = 20
@@ -216,12 +218,12 @@ class Supervisor:
 
     def __init__(self, home: Path, path: Path, engines: RunningEngines) -> None:
         self._home, self._path, self._engines = home, path, engines
-        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "engines")
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                trouble = outer.restart(self.path.strip("/"))
+                trouble = outer.call(outer.restart, self.path.strip("/"))
                 self.send_response(500 if trouble else 200)
                 self.end_headers()
                 self.wfile.write(trouble.encode())
@@ -239,24 +241,30 @@ class Supervisor:
         code = f"import sys, urllib.request as u; u.urlopen(u.Request({url!r} + sys.argv[1], method='POST'))"
         return shlex.join((sys.executable, "-c", code, "{instance}"))
 
+    def call(self, do: Callable[..., T], *args: object) -> T:
+        """Have the one thread do it that has all to do with engines."""
+        return self._thread.submit(do, *args).result()
+
     def restart(self, name: str) -> str:
         """Returns what went wrong."""
-        with self._lock:
-            done = subprocess.run(
-                [*_PRFAAS, "drain", name, str(self._path), "--as-engine", "--wait", str(DRAIN_S)],
-                env=_environment(self._home),
-                capture_output=True,
-                text=True,
-                timeout=60 + DRAIN_S,
-            )
-            print(f"  ExecStop: {done.stdout.strip() or done.stderr.strip()}", file=sys.stderr)
-            self._engines.end(self._engines.deployment.instance(name), 2.0 * DRAIN_S)
-            self._engines.restart([name])
-            return "" if done.returncode in (0, 1) and "drain" in done.stdout else done.stderr
+        done = subprocess.run(
+            [*_PRFAAS, "drain", name, str(self._path), "--as-engine", "--wait", str(DRAIN_S)],
+            env=_environment(self._home),
+            capture_output=True,
+            text=True,
+            timeout=60 + DRAIN_S,
+        )
+        print(f"  ExecStop: {done.stdout.strip() or done.stderr.strip()}", file=sys.stderr)
+        self._engines.end(self._engines.deployment.instance(name), 2.0 * DRAIN_S)
+        self._engines.restart([name])
+        self._engines.wait_ready(READY_S)
+        return "" if done.returncode in (0, 1) and "drain" in done.stdout else done.stderr
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+        self.call(self._engines.stop)
+        self._thread.shutdown()
 
 
 @contextlib.contextmanager
@@ -419,8 +427,8 @@ async def run(options: argparse.Namespace, home: Path, etcd: str | None) -> Repo
     supervisor = Supervisor(home, paths[0], children)
     gateways = [Gateway(home, path) for path in paths]
     try:
-        await asyncio.to_thread(children.start)
-        await asyncio.to_thread(children.wait_ready, READY_S)
+        await asyncio.to_thread(supervisor.call, children.start)
+        await asyncio.to_thread(supervisor.call, children.wait_ready, READY_S)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
             await asyncio.gather(*(each.start(session) for each in gateways))
@@ -434,15 +442,14 @@ async def run(options: argparse.Namespace, home: Path, etcd: str | None) -> Repo
             began_s = time.monotonic()
             try:
                 replaced = await _replace_all(home, paths[0], names, supervisor, load)
+                took_s = time.monotonic() - began_s
             finally:
                 over.set()
-            took_s = time.monotonic() - began_s
-            sent = await sending
+                sent = await sending
     finally:
-        supervisor.close()
         for gateway in gateways:
             await gateway.stop()
-        await asyncio.to_thread(children.stop)
+        await asyncio.to_thread(supervisor.close)
     broken = [each for each in (*quiet, *sent) if not each.is_whole]
     kinds = dict(Counter(each.kind for each in sent))
     return Report(
@@ -474,7 +481,7 @@ def main() -> int:
                     home,
                     options.keep_logs,
                     dirs_exist_ok=True,
-                    ignore=shutil.ignore_patterns("etcd", "*.sock"),
+                    ignore=shutil.ignore_patterns("etcd", "events", "pools", "models"),
                 )
     print(
         f"{report.streams} streams of {len(report.kinds)} kinds in {report.took_s:.0f} s, "
