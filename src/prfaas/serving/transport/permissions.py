@@ -36,10 +36,14 @@ PERMISSIONS = MappingProxyType(
 """Frames by who sends them. The answers of a KV port are read by its clients, each of its own few kinds."""
 
 
-def permitted_frames(identity: PeerIdentity, own_name: str) -> frozenset[FrameType]:
-    """The frames that an authenticated peer may send to the KV port of the rank or pool `own_name`."""
+def permitted_frames(identity: PeerIdentity, own_name: str, *, is_here: bool) -> frozenset[FrameType]:
+    """The frames that an authenticated peer may send to the KV port of the rank or pool `own_name`.
+
+    `is_here`: its certificate proves its name, or it connects from the address of that port. All others have the key,
+    too, and could call themselves so.
+    """
     if identity.role == ROLE_PRODUCER:
         return PERMISSIONS[PRODUCER]
-    if identity.name == own_name.partition("/")[0]:
+    if is_here and identity.name == own_name.partition("/")[0]:
         return PERMISSIONS[ITSELF]
     return PERMISSIONS.get(identity.name, PERMISSIONS[OBSERVING_MEMBER])

@@ -240,7 +240,8 @@ class ReceiverConnection:
         """Shake hands, then serve frames until the connection ends. Never raises."""
         try:
             self.identity, self.sealing = self._host.shake_hands(self, self._sock)
-            self._permitted = permitted_frames(self.identity, self._host.name)
+            is_here = self.sealing is not None or self._sock.getpeername()[0] == self._sock.getsockname()[0]
+            self._permitted = permitted_frames(self.identity, self._host.name, is_here=is_here)
             if self.identity.role == ROLE_PRODUCER:
                 self._serve_producer(self.identity)
             else:
