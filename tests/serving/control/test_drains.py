@@ -89,6 +89,7 @@ def test_an_engine_that_leaves_is_closed_until_its_next_process_speaks(cluster_s
     assert view.closed
     drains.hear("far-0", 1, {})
     assert not view.closed
+    drains.hear("nobody", 0, {"leaving": True})
 
 
 def test_an_engine_that_refuses_what_is_new_is_closed_until_another_process_is_there(

@@ -75,14 +75,16 @@ class InstanceDrains(Part):
     def hear(self, name: str, rank: int, stats: Mapping[str, Any]) -> None:
         """What a rank has just said at its KV port: whether its engine is to end."""
         is_leaving = stats.get("leaving") is True
-        for each in self.cluster_state.together(name):
-            self._set(each, f"{name}/{rank} leaves", is_leaving)
+        self._set_together(name, f"{name}/{rank} leaves", is_leaving)
 
     def is_ending(self, name: str) -> None:
         """An engine takes no new requests any more, and lets old ones end: its process has been told to."""
-        if name in self.cluster_state.names:
-            for each in self.cluster_state.together(name):
-                self._set(each, _ENDING, True)
+        self._set_together(name, _ENDING, True)
+
+    def _set_together(self, name: str, reason: str, is_there: bool) -> None:
+        """Have a reason at all ranks of a group, or not any more; nothing happens where it has left."""
+        for each in self.cluster_state.together(name) if name in self.cluster_state.names else ():
+            self._set(each, reason, is_there)
 
     def _set(self, name: str, reason: str, is_there: bool) -> bool:
         """Have a reason for closing an instance, or not any more; returns whether that has opened or closed it."""
@@ -118,8 +120,7 @@ class InstanceDrains(Part):
 
     def restarted(self, name: str) -> None:
         """Another process is in its place: the old one has ended, and its notice is over where that time has come."""
-        for each in self.cluster_state.together(name):
-            self._set(each, _ENDING, False)
+        self._set_together(name, _ENDING, False)
         if name in self._noticed and self.cluster_state.clock() >= self._noticed[name]:
             self.drain(name, wanted=False)
 
