@@ -103,3 +103,12 @@ def test_an_engine_that_refuses_what_is_new_is_closed_until_another_process_is_t
     assert cluster_state.instance("far-0").closed and told == ["far-0"]
     drains.restarted("far-0")
     assert not cluster_state.instance("far-0").closed
+    # A process that is gone is not to end any more; what operators want is their own.
+    drains.is_ending("far-0")
+    drains.hear("far-0", 0, {"leaving": True})
+    drains.ended("far-0")
+    assert not cluster_state.instance("far-0").closed
+    drains.drain("far-0", wanted=True)
+    drains.ended("far-0")
+    drains.ended("nobody")
+    assert cluster_state.instance("far-0").closed

@@ -24,7 +24,7 @@ class InstanceDrains(Part):
     """Closes instances and lets them in again. It belongs to the event loop.
 
     An engine that is to end says so at its KV port, or by refusing new requests while it lets the old ones end. It is
-    closed until its next process answers.
+    closed until its end.
 
     One that was given notice still gets prefills that end in time (`core.scheduling.preemption`). It is closed when the
     time is over, and takes part again as soon as another process answers in its place. One that the file has no more
@@ -81,6 +81,13 @@ class InstanceDrains(Part):
         """An engine takes no new requests any more, and lets old ones end: its process has been told to."""
         self._set_together(name, _ENDING, True)
 
+    def ended(self, name: str) -> None:
+        """Its process is gone: what that has said of its end is over."""
+        for each in self.cluster_state.together(name) if name in self.cluster_state.names else ():
+            for reason in tuple(self._reasons.get(each, ())):
+                if reason == _ENDING or reason.startswith(f"{name}/"):
+                    self._set(each, reason, False)
+
     def _set_together(self, name: str, reason: str, is_there: bool) -> None:
         """Have a reason at all ranks of a group, or not any more; nothing happens where it has left."""
         for each in self.cluster_state.together(name) if name in self.cluster_state.names else ():
@@ -120,7 +127,7 @@ class InstanceDrains(Part):
 
     def restarted(self, name: str) -> None:
         """Another process is in its place: the old one has ended, and its notice is over where that time has come."""
-        self._set_together(name, _ENDING, False)
+        self.ended(name)
         if name in self._noticed and self.cluster_state.clock() >= self._noticed[name]:
             self.drain(name, wanted=False)
 

@@ -168,7 +168,7 @@ class LivePlane:
 
         listeners.read.append(on_read)
         listeners.healthy.append(on_healthy)
-        listeners.lost_cache.append(feed.lost)
+        listeners.lost_cache += [feed.lost, self.drains.ended]
         listeners.restarted += [lambda name: feed.lost(name, "new-process"), self.drains.restarted]
         listeners.changed += [self.admission.changed, lambda _name: self.thresholds.ask("roles")]
         listeners.noticed.append(lambda name, _notice_s: metrics.notices.labels(name).inc())
