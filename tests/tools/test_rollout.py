@@ -63,6 +63,7 @@ class Fleet:
         self.never_back: set[str] = set()
         self.drained: set[str] = set()
         self.asked: list[str] = []
+        self.late_looks = 0
         self.open = dict.fromkeys(NAMES, 0)
 
     def ask(self, path: str, method: str) -> dict[str, Any]:
@@ -81,7 +82,9 @@ class Fleet:
                 }
                 for name in NAMES
             }
-            return {"clusters": {"home": {"instances": told}}}
+            late, self.late_looks = self.late_looks > 0, self.late_looks - 1
+            others = {"a": {"out": []}, "b": {"out": ["d-0"] if late else []}}
+            return {"clusters": {"home": {"instances": told}}, "fleet": {"members": others}}
         *_, name, what = path.split("/")
         self.asked.append(f"{what} {name}")
         together = ("g-0", "g-1") if name.startswith("g") else (name,)
@@ -182,3 +185,15 @@ def test_a_record_that_is_none(fleet: Fleet) -> None:
         path.write_bytes(content)
         with pytest.raises(RolloutError, match="is no record of a rollout; leave --resume out"):
             RolloutRecord.load(path)
+
+
+def test_the_next_waits_until_all_gateways_have_this_one(fleet: Fleet) -> None:
+    fleet.late_looks = 3
+    done = fleet.roll(["d-0"])
+    # One look before the drain, one after it, and two until the other gateway sends it work again.
+    assert fleet.late_looks == -1 and len(done) == 1
+    fleet.late_looks = 1 << 30
+    with pytest.raises(
+        RolloutError, match="not all gateways take it in: it is drained, or another gateway waits"
+    ):
+        fleet.roll(["d-0"], ready_s=0.2)

@@ -191,15 +191,22 @@ class Rollout:
         return await asyncio.to_thread(self._ask_gateway, path, method)
 
     async def _instances(self) -> dict[str, State]:
-        clusters = (await self._ask("/prfaas/state"))["clusters"].values()
-        return {name: each for cluster in clusters for name, each in cluster["instances"].items()}
+        """All instances, with `is_in`: whether every gateway of the fleet sends it work. Each judges for itself."""
+        state = await self._ask("/prfaas/state")
+        gateways = (state["fleet"] or {"members": {}})["members"].values()
+        out = {name for each in gateways for name in each["out"]}
+        return {
+            name: {**each, "is_in": each["healthy"] and each["drain"] is None and name not in out}
+            for cluster in state["clusters"].values()
+            for name, each in cluster["instances"].items()
+        }
 
     async def _check_others(self, unit: Sequence[Instance]) -> None:
         names = {each.name for each in unit}
         instances = await self._instances()
         decoding = {name for name, each in instances.items() if "decode" in each["role"]}
         others = (instances[name] for name in decoding - names)
-        is_served = any(each["healthy"] and each["drain"] is None for each in others)
+        is_served = any(each["is_in"] for each in others)
         if decoding & names and not is_served and not self._settings.with_gap:
             raise RolloutError(
                 f"{unit[0].name} is the only engine that decodes, so requests would be refused while it is away; "
@@ -289,14 +296,12 @@ class Rollout:
         deadline_s = time.monotonic() + self._settings.ready_s
         while True:
             instances = await self._instances()
-            out = [
-                each for each in unit if instances[each.name]["drain"] or not instances[each.name]["healthy"]
-            ]
+            out = [each for each in unit if not instances[each.name]["is_in"]]
             if not out:
                 return
             if time.monotonic() >= deadline_s:
-                why = instances[out[0].name]["suspicion"] or "it is still drained"
-                raise self._failed(out[0], f"the gateway does not take it in: {why}")
+                why = instances[out[0].name]["suspicion"] or "it is drained, or another gateway waits"
+                raise self._failed(out[0], f"not all gateways take it in: {why}")
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _session_of(self, instance: Instance) -> str | None:
