@@ -159,6 +159,7 @@ bench: setup
 	$(BIN)/python bench/burst.py
 	$(BIN)/python bench/faults.py
 	$(BIN)/python bench/hostile.py
+	$(BIN)/python bench/rollout.py
 	$(BIN)/python bench/overload.py
 	-$(BIN)/python bench/wan_e2e.py
 	$(BIN)/python bench/fidelity.py recorded bench/data/vllm_real_timings_RTXPRO6000_Llama-3.1-8B.jsonl.gz

@@ -73,6 +73,7 @@ class Service:
         self._task = None
         assert self.process is not None
         if self.process.returncode is None:
+            await self._before_stop()
             self.process.terminate()
             try:
                 await asyncio.wait_for(self.process.wait(), float(self.last("TimeoutStopSec")))
@@ -81,6 +82,18 @@ class Service:
                 await self.process.wait()
         self._kill_all()
 
+    async def _before_stop(self) -> None:
+        for command in self._service.get("ExecStop", ()):
+            with self._journal.open("ab") as journal:
+                done = await asyncio.create_subprocess_exec(
+                    *shlex.split(command.removeprefix("-")),
+                    env=self._environment(),
+                    cwd="/",
+                    stdout=journal,
+                    stderr=journal,
+                )
+            await done.wait()
+
     async def reload(self) -> None:
         assert self.process is not None
         command = self.last("ExecReload").replace("$MAINPID", str(self.process.pid))
@@ -88,10 +101,11 @@ class Service:
         if await done.wait():
             raise RefusedError(f"Job for {self.name} failed.")
 
+    def _environment(self) -> dict[str, str]:
+        said = dict(pair.split("=", 1) for line in self._service["Environment"] for pair in line.split())
+        return {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **said}
+
     async def _spawn(self) -> None:
-        environment = dict(
-            pair.split("=", 1) for line in self._service["Environment"] for pair in line.split()
-        )
         # A container's root may not raise it.
         limit = min(int(self.last("LimitNOFILE")), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
@@ -102,7 +116,7 @@ class Service:
         with self._journal.open("ab") as journal:
             self.process = await asyncio.create_subprocess_exec(
                 *shlex.split(self.last("ExecStart")),
-                env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **environment},
+                env=self._environment(),
                 cwd="/",
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=journal,

@@ -43,6 +43,7 @@ GATEWAY_COMMANDS = (
     "engine",
     "pool",
     "monitoring",
+    "rollout",
 )
 _OWNERS = {"plan": "the planner's", "gateway": "the gateway's"}
 

@@ -35,6 +35,7 @@ from prfaas.cli.profile import profile
 from prfaas.cli.reload import reload
 from prfaas.cli.replay import replay
 from prfaas.cli.reproduce import reproduce
+from prfaas.cli.rollout import rollout
 from prfaas.cli.schema import schema
 from prfaas.cli.serve import serve
 from prfaas.cli.simulate import simulate
@@ -90,7 +91,7 @@ app = typer.Typer(
 )
 # By what they are for, as the overview has them.
 _COMMANDS: dict[str, tuple[Any, ...]] = {
-    "Run": (init, up, serve, engine, model, pool, key, certs, emit, reload, drain, undrain),
+    "Run": (init, up, serve, engine, model, pool, key, certs, emit, reload, drain, undrain, rollout),
     "Watch": (doctor, status, explain, worth, demo, replay, monitoring),
     "Decide": (models, bandwidth, profile, plan, simulate, study, reproduce),
     "Extend": (policies, schema),

@@ -115,6 +115,7 @@ async def _serve(
         reloader.check(following.check)
         reloader.follow(following)
         reloader.on_left(following.left)
+        reloader.restart = following.restart
     ready = partial(_tell_ready, deployment)
     gateway = asyncio.create_task(serve_live(deployment, ready=ready, draining=draining, reloader=reloader))
     # What the imports made stays: without it, a full collection would look at all of it, for a tenth of a second.

@@ -74,6 +74,8 @@ class Reloader:
         self._checks: list[Callable[[Deployment, DeploymentDifference], None]] = []
         self._has_left: Callable[[str], bool] = lambda _name: True
         self._on_left: list[Callable[[Instance], None]] = []
+        self.restart: Callable[[str], bool] = lambda _name: False
+        """Has the engine of an instance started again, soon; False: this process starts none of that name."""
         self._one_at_a_time = asyncio.Lock()
 
     @property

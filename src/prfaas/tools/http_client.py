@@ -62,9 +62,11 @@ async def get_json(
         return await _json_of(response)
 
 
-async def post_json(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The JSON object that answers `body`. Raises as `get_json`."""
-    async with session.post(url, data=orjson.dumps(body), headers=_JSON) as response:
+async def post_json(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], *, https: Mapping[str, Any] = _PLAIN
+) -> dict[str, Any]:
+    """The JSON object that answers `body`. `https` and what it raises: as `get_json`."""
+    async with session.post(url, data=orjson.dumps(body), headers=_JSON, **https) as response:
         return await _json_of(response)
 
 

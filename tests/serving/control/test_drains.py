@@ -66,3 +66,49 @@ def test_an_operator_takes_notice_back(cluster_state: ClusterState, clock: FakeC
         assert len(told) == 2
 
     asyncio.run(main())
+
+
+def test_an_engine_that_leaves_is_closed_until_its_next_process_speaks(cluster_state: ClusterState) -> None:
+    told: list[str] = []
+    drains = drains_of(cluster_state, told)
+    view = cluster_state.instance("far-0")
+    for _ in range(2):
+        drains.hear("far-0", 0, {"leaving": True})
+    assert view.closed and told == ["far-0"]
+    # No operator opens what is about to end, and the end of one reason is not that of another.
+    drains.drain("far-0", wanted=False)
+    assert view.closed
+    drains.drain("far-0", wanted=True)
+    drains.hear("far-0", 0, {"leaving": False})
+    assert view.closed
+    drains.drain("far-0", wanted=False)
+    assert not view.closed and told == ["far-0", "far-0"]
+    # One rank of two is enough; an old release says nothing.
+    drains.hear("far-0", 1, {"leaving": True})
+    drains.hear("far-0", 0, {})
+    assert view.closed
+    drains.hear("far-0", 1, {})
+    assert not view.closed
+    drains.hear("nobody", 0, {"leaving": True})
+
+
+def test_an_engine_that_refuses_what_is_new_is_closed_until_another_process_is_there(
+    cluster_state: ClusterState,
+) -> None:
+    told: list[str] = []
+    drains = drains_of(cluster_state, told)
+    drains.is_ending("far-0")
+    drains.is_ending("nobody")
+    drains.hear("far-0", 0, {"leaving": False})
+    assert cluster_state.instance("far-0").closed and told == ["far-0"]
+    drains.restarted("far-0")
+    assert not cluster_state.instance("far-0").closed
+    # A process that is gone is not to end any more; what operators want is their own.
+    drains.is_ending("far-0")
+    drains.hear("far-0", 0, {"leaving": True})
+    drains.ended("far-0")
+    assert not cluster_state.instance("far-0").closed
+    drains.drain("far-0", wanted=True)
+    drains.ended("far-0")
+    drains.ended("nobody")
+    assert cluster_state.instance("far-0").closed

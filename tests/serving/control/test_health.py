@@ -119,7 +119,7 @@ def test_a_dead_engine_lost_its_cache(watched: Watched) -> None:
     watched.http.healthy["far-0"] = True
     watched.probe()
     assert watched.healthy("far-0")
-    assert watched.frozen == []
+    assert watched.frozen == [("far-0", "gone: and again"), ("far-0", None)]
 
 
 def test_a_refused_probe_is_a_death(watched: Watched) -> None:
@@ -128,6 +128,28 @@ def test_a_refused_probe_is_a_death(watched: Watched) -> None:
         watched.probe()
     assert watched.changes == [("far-1", False)]
     assert watched.lost == ["far-1"]
+
+
+def test_what_hangs_at_an_engine_that_is_gone_is_ended(watched: Watched) -> None:
+    watched.http.healthy["far-0"] = False
+    watched.probe()
+    watched.probe()
+    assert watched.lost == ["far-0"] and watched.frozen == []
+    for _ in range(4):
+        watched.probe()
+    # Once, and calls are let through again with the next process.
+    assert [name for name, reason in watched.frozen if reason] == ["far-0"] and len(watched.frozen) == 1
+    watched.http.healthy["far-0"] = True
+    watched.probe()
+    watched.probe()
+    assert watched.frozen[1:] == [("far-0", None)] and watched.healthy("far-0")
+
+
+def test_an_engine_that_lost_a_connection_and_answers_keeps_its_calls(watched: Watched) -> None:
+    watched.watch.suspect("far-0", "reset", lost_cache=True)
+    for _ in range(6):
+        watched.probe()
+    assert watched.frozen == [] and watched.healthy("far-0")
 
 
 def test_who_is_heard_is_asked_for_its_health_now_and_then(watched: Watched) -> None:

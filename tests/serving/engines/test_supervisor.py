@@ -255,3 +255,23 @@ def test_one_more_that_cannot_be_started_is_given_up() -> None:
         assert world.supervisor.given_up == ["c"]
 
     asyncio.run(check())
+
+
+def test_what_was_ended_on_purpose_is_started_at_once_and_is_no_failure() -> None:
+    async def main() -> None:
+        world = World(RestartLimits(most=1))
+        world.end("a")
+        await world.pass_s(3)
+        world.end("a")
+        await world.pass_s(3)
+        assert world.supervisor.given_up == ["a"] and len(world.starts) == 1
+        world.supervisor.start_again("a")
+        world.supervisor.start_again("nobody")
+        await world.pass_s(1)
+        assert len(world.starts) == 2 and world.supervisor.given_up == []
+        # It has all of its restarts again.
+        world.end("a")
+        await world.pass_s(3)
+        assert len(world.starts) == 3
+
+    asyncio.run(main())

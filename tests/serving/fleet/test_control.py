@@ -166,7 +166,7 @@ def test_what_one_has_open_all_count_until_it_dies(deployment: Deployment, clock
                 lambda: {n.plane.cluster_state.residual_bytes(LINK) for n in stage.nodes} == {3_000_000}
             )
             assert c.plane.cluster_state.view.clusters["far"].instances[0].in_flight == 1
-            assert c.plane.state()["fleet"]["members"]["a"] == {"requests": 2, "same_file": True}
+            assert c.plane.state()["fleet"]["members"]["a"] == {"requests": 2, "same_file": True, "out": []}
             await stage.kill(a)
             await until(lambda: c.plane.cluster_state.residual_bytes(LINK) == 0)
             assert c.plane.cluster_state.instance("home-d0").decoding == 1
@@ -469,7 +469,7 @@ def test_what_nobody_of_us_wrote_changes_nothing(
         await until(lambda: b.metric("unreadable_values_total"))
         await until(lambda: "zz" in b.fleet.member.members)
         assert (b.threshold, b.roles()) == before
-        assert b.plane.state()["fleet"]["members"]["zz"] == {"requests": 0, "same_file": False}
+        assert b.plane.state()["fleet"]["members"]["zz"] == {"requests": 0, "same_file": False, "out": []}
         a.plane.cluster_state.view.threshold_tokens["home"] = 5000.0
         await until(lambda: b.threshold == 5000.0)
 

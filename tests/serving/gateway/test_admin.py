@@ -160,6 +160,17 @@ def test_a_gateway_without_a_file_reloads_nothing(in_world: InWorld) -> None:
     in_world(body)
 
 
+def test_a_gateway_restarts_no_engine_that_others_have_started(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        async with world.admin.post("/prfaas/instances/decode/restart") as page:
+            assert page.status == 409
+            assert "restart it as it was started (--command)" in (await page.json())["error"]["message"]
+        async with world.admin.post("/prfaas/instances/nobody/restart") as page:
+            assert page.status == 404
+
+    in_world(body)
+
+
 def test_only_who_may_be_taken_away_gets_notice(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         async def asked(name: str, notice: str) -> tuple[int, str]:

@@ -189,6 +189,41 @@ def test_wrong_key(world: World) -> None:
     asyncio.run(main())
 
 
+def test_a_rank_tells_all_gateways_that_it_is_to_end(world: World) -> None:
+    def named(name: str) -> Observer:
+        return Observer(name, KEY, "127.0.0.1", world.receiver.port, "c/0")
+
+    async def main() -> None:
+        itself, gateways = named("c"), [named("control"), named("control")]
+        for each in gateways:
+            stats = await each.stats()
+            assert (stats["leaving"], stats["gateways_unaware"]) == (False, 1 + gateways.index(each))
+        await itself.leave()
+        assert ((await itself.stats())["leaving"], (await itself.stats())["gateways_unaware"]) == (True, 2)
+        # What is asked of links alone says nothing of it.
+        await gateways[0].telemetry()
+        assert (await itself.stats())["gateways_unaware"] == 2
+        for left, each in ((1, gateways[0]), (0, gateways[1])):
+            assert (await each.stats())["leaving"] is True
+            assert (await itself.stats())["gateways_unaware"] == left
+        for each in (itself, *gateways):
+            await each.close()
+
+    asyncio.run(main())
+
+
+def test_an_older_engine_is_not_told_to_leave(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "frames_of", lambda _challenge: frames_of({}))
+
+    async def main() -> None:
+        itself = Observer("c", KEY, "127.0.0.1", world.receiver.port, "c/0")
+        with pytest.raises(ConnectionError, match="c/0 is of an older release: it takes no LEAVE"):
+            await itself.leave()
+        await itself.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("told", [None, sorted(set(FrameType) - {FrameType.FOLLOW})])
 def test_an_older_receiver_is_not_sent_what_it_does_not_know(
     world: World, monkeypatch: pytest.MonkeyPatch, told: list[int] | None

@@ -21,6 +21,7 @@ PEERS = [
     (CONTROL, ROLE_OBSERVER),
     (TOOLS, ROLE_OBSERVER),
     ("east-0/0", ROLE_OBSERVER),
+    ("c", ROLE_OBSERVER),
 ]
 
 
@@ -34,7 +35,7 @@ def connected(port: int, name: str, role: str) -> socket.socket:
 
 
 def permitted(name: str, role: str) -> frozenset[FrameType]:
-    return permitted_frames(PeerIdentity(name, role, "s"))
+    return permitted_frames(PeerIdentity(name, role, "s"), "c/0", is_here=True)
 
 
 def test_the_table() -> None:
@@ -47,9 +48,14 @@ def test_the_table() -> None:
         CONTROL: {"STATS", "PACE", "PROBE", "ROSTER", "COPY", "ABANDON", "FOLLOW"},
         TOOLS: {"STATS", "WATCH"},
         "east-0/0": {"PULL"},
+        "c": {"STATS", "LEAVE"},
     }
     assert all(heartbeats <= frames for frames in PERMISSIONS.values())
     assert set(PERMISSIONS) > OBSERVERS
+    # Who only has the key says nothing in an engine's name from another machine.
+    assert (
+        permitted_frames(PeerIdentity("c", ROLE_OBSERVER, "s"), "c/0", is_here=False) == PERMISSIONS["member"]
+    )
     # An engine that calls itself as an observer does is one only as an observer.
     assert permitted(CONTROL, ROLE_PRODUCER) == PERMISSIONS["producer"]
 
@@ -67,6 +73,22 @@ def test_a_frame_of_another_role_ends_the_connection(world: World, name: str, ro
         lambda: world.receiver.stats()["failed_connections"] == refused, 5.0, lambda: f"{refused} refused"
     )
     assert world.receiver.stats()["thread_errors"] == 0
+
+
+def test_an_address_of_another_machine_may_not_say_that_an_engine_ends(world: World) -> None:
+    with socket.socket() as sock:
+        # Loopback has many addresses, and the port listens on one.
+        sock.bind(("127.0.0.2", 0))
+        sock.settimeout(60)
+        sock.connect(("127.0.0.1", world.receiver.port))
+        hello = ClientHello(
+            key=KEY, name="c", server_name="c/0", role=ROLE_OBSERVER, session="s", fingerprint=FINGERPRINT
+        )
+        greet(sock, hello)
+        sock.sendall(pack_control(FrameType.LEAVE))
+        with pytest.raises((ConnectionEnded, ConnectionResetError)):
+            receive_control(sock)
+    assert world.receiver.stats()["leaving"] is False
 
 
 @pytest.mark.parametrize("name", ["east-0/0", GATEWAY, TOOLS])

@@ -242,6 +242,17 @@ def test_a_gateway_serves_until_no_node_sends_it_any() -> None:
     assert spec["terminationGracePeriodSeconds"] >= 30 + int(command[1])
 
 
+def test_an_engine_tells_all_gateways_before_it_ends() -> None:
+    """Requests would be sent to it until its port refuses."""
+    fields = example()
+    fields.setdefault("engine", {})["shutdown_timeout_s"] = 90
+    spec = pod(fields, "east-0")
+    (command,) = (each["lifecycle"]["preStop"]["exec"]["command"] for each in spec["containers"])
+    assert command[:3] == ["prfaas", "drain", "east-0"] and command[-3:] == ["--as-engine", "--wait", "90"]
+    # Its grace begins with the hook.
+    assert spec["terminationGracePeriodSeconds"] > 2 * 90
+
+
 @contextmanager
 def engine_with_tls(own: Path, authority: Path, *, hangs: bool) -> Iterator[int]:
     """A server that wants a certificate of who asks; one that hangs still listens."""

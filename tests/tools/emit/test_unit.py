@@ -107,6 +107,16 @@ def test_a_unit_waits_for_what_it_needs() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in str(engine)
 
 
+def test_an_engine_tells_all_gateways_before_it_ends() -> None:
+    files = emitted(example_path("two-datacenters"))
+    engine = unit(files, "home/198.51.100.12/prfaas-engine-home-2.service")
+    said = f"-{PROGRAM} drain home-2 /etc/prfaas/deployment.yaml --as-engine --wait 30"
+    # The dash: an engine that is away has nothing to say, and no unit fails for that.
+    assert engine["ExecStop"] == [said]
+    assert int(engine["TimeoutStopSec"][0]) > 2 * 30, "the command, and then vLLM's --shutdown-timeout"
+    assert "ExecStop" not in unit(files, "home/gateway/prfaas-gateway.service")
+
+
 def test_engines_of_one_machine_have_gpus_of_their_own(tmp_path: Path) -> None:
     fields = yaml.safe_load(example_path("two-datacenters").read_text())
     for number, instance in enumerate(fields["clusters"][1]["instances"]):

@@ -60,6 +60,8 @@ class EngineConfig(Section, on_change=ENGINES_AGAIN):
     """An engine's log of more becomes an earlier part of it."""
     log_files: Annotated[int, Field(strict=True, ge=1, le=1000)] = 3
     """So many earlier parts are kept."""
+    shutdown_timeout_s: Annotated[int, Field(strict=True, ge=0, le=3600)] = 30
+    """What runs at an engine that is told to end may go on so long, whole seconds; another one continues the rest."""
     local_transfer: LocalTransfer = "prfaas"
     """What moves KVCache inside a `pd` cluster."""
 

@@ -166,6 +166,7 @@ OWNED_ARGS = {
     "--max-num-seqs": "give engine.max_num_seqs",
     "--prefix-cache-retention-interval": "give engine.prefix_cache_retention_tokens",
     "--otlp-traces-endpoint": "give gateway.tracing",
+    "--shutdown-timeout": "give engine.shutdown_timeout_s",
     "--config": "give its options here",
     "--uds": "give the instance's host and http_port",
     "--kv-cache-dtype-skip-layers": "all layers keep the dtype of model.kv_cache_dtype or clusters[].kv_cache_dtype",

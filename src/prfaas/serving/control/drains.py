@@ -1,8 +1,10 @@
-"""Instances that are taken out of a running deployment: by an operator, by their owner at short notice, by the file."""
+"""Instances that are taken out of a running deployment: by an operator, by their owner at short notice, by the file, by
+themselves."""
 
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from prfaas.core.deployment import AppliedDeployment
 from prfaas.serving.control.cluster_state import ClusterState
@@ -14,8 +16,15 @@ from prfaas.serving.control.prefill_admission import PrefillAdmission
 logger = logging.getLogger(__name__)
 
 
+# Why an instance is closed. It takes part again when no reason is left.
+_OPERATOR, _NOTICE, _FILE, _ENDING = "operator", "notice", "file", "ending"
+
+
 class InstanceDrains(Part):
     """Closes instances and lets them in again. It belongs to the event loop.
+
+    An engine that is to end says so at its KV port, or by refusing new requests while it lets the old ones end. It is
+    closed until its end.
 
     One that was given notice still gets prefills that end in time (`core.scheduling.preemption`). It is closed when the
     time is over, and takes part again as soon as another process answers in its place. One that the file has no more
@@ -44,6 +53,7 @@ class InstanceDrains(Part):
         self._noticed: dict[str, float] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._leaving_since_s: dict[str, float] = {}
+        self._reasons: dict[str, set[str]] = {}
 
     def drain(self, name: str, *, wanted: bool) -> None:
         """Let nothing new go to an instance from now on, or let it take part again, whatever notice it had.
@@ -56,11 +66,46 @@ class InstanceDrains(Part):
 
     def carry_out(self, name: str, *, wanted: bool) -> None:
         """Drain one instance, or end that; only `drain` tells the fleet."""
-        instance = self.cluster_state.instance(name)
         had_notice = not wanted and self._forget(name)
-        if instance.closed != wanted or had_notice:
-            instance.closed = wanted
+        if not wanted:
+            self._set(name, _NOTICE, False)
+        if not self._set(name, _OPERATOR, wanted) and had_notice:
             self._listeners.changed.tell(name)
+
+    def hear(self, name: str, rank: int, stats: Mapping[str, Any]) -> None:
+        """What a rank has just said at its KV port: whether its engine is to end."""
+        is_leaving = stats.get("leaving") is True
+        self._set_together(name, f"{name}/{rank} leaves", is_leaving)
+
+    def is_ending(self, name: str) -> None:
+        """An engine takes no new requests any more, and lets old ones end: its process has been told to."""
+        self._set_together(name, _ENDING, True)
+
+    def ended(self, name: str) -> None:
+        """Its process is gone: what that has said of its end is over."""
+        for each in self.cluster_state.together(name) if name in self.cluster_state.names else ():
+            for reason in tuple(self._reasons.get(each, ())):
+                if reason == _ENDING or reason.startswith(f"{name}/"):
+                    self._set(each, reason, False)
+
+    def _set_together(self, name: str, reason: str, is_there: bool) -> None:
+        """Have a reason at all ranks of a group, or not any more; nothing happens where it has left."""
+        for each in self.cluster_state.together(name) if name in self.cluster_state.names else ():
+            self._set(each, reason, is_there)
+
+    def _set(self, name: str, reason: str, is_there: bool) -> bool:
+        """Have a reason for closing an instance, or not any more; returns whether that has opened or closed it."""
+        reasons = self._reasons.setdefault(name, set())
+        if is_there:
+            reasons.add(reason)
+        else:
+            reasons.discard(reason)
+        instance = self.cluster_state.instance(name)
+        if instance.closed == bool(reasons):
+            return False
+        instance.closed = bool(reasons)
+        self._listeners.changed.tell(name)
+        return True
 
     def give_notice(self, name: str, notice_s: float) -> None:
         """The instance is taken away in so many seconds; a second notice replaces the first.
@@ -81,7 +126,8 @@ class InstanceDrains(Part):
         self._listeners.noticed.tell(name, notice_s)
 
     def restarted(self, name: str) -> None:
-        """Another process is in its place: it is a new instance where the notice of the old one is over."""
+        """Another process is in its place: the old one has ended, and its notice is over where that time has come."""
+        self.ended(name)
         if name in self._noticed and self.cluster_state.clock() >= self._noticed[name]:
             self.drain(name, wanted=False)
 
@@ -90,11 +136,11 @@ class InstanceDrains(Part):
         leaving = {instance.name for instance in now.leaving}
         for name in leaving - self._leaving_since_s.keys():
             self._leaving_since_s[name] = self.cluster_state.clock()
-            self.cluster_state.instance(name).closed = True
+            self._set(name, _FILE, True)
         for name in self._leaving_since_s.keys() - leaving:
             del self._leaving_since_s[name]
             if any(instance.name == name for instance in now.said.instances):
-                self.cluster_state.instance(name).closed = False
+                self._set(name, _FILE, False)
 
     def is_idle(self, name: str) -> bool:
         """True if an instance that leaves has no work left; an engine that does not answer has none."""
@@ -112,8 +158,9 @@ class InstanceDrains(Part):
         return is_fresh and newest.running + newest.waiting == 0
 
     def leave(self, name: str) -> None:
-        """Its notice counts no more."""
+        """Nothing that was said of it counts any more."""
         self._forget(name)
+        self._reasons.pop(name, None)
 
     def _forget(self, name: str) -> bool:
         """Its notice counts no more. Returns whether it had one."""
@@ -126,5 +173,4 @@ class InstanceDrains(Part):
     def _gone(self, name: str) -> None:
         del self._timers[name]
         self.cluster_state.view.leaves_s.pop(name, None)
-        self.cluster_state.instance(name).closed = True
-        self._listeners.changed.tell(name)
+        self._set(name, _NOTICE, True)

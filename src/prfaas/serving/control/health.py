@@ -41,6 +41,13 @@ class _Suspicion:
     """When it was judged frozen, by the loop's clock."""
     answers: bool = False
     """Of a dead one: it has answered again."""
+    is_mute: bool = False
+    """Of a dead one: it has not answered since, and what hung at its server has been ended."""
+
+    @property
+    def ends_calls(self) -> bool:
+        """What is open there is ended, and so is what comes."""
+        return self.kind is _Kind.FROZEN or self.is_mute
 
 
 class HealthWatch(Part):
@@ -100,7 +107,7 @@ class HealthWatch(Part):
         """Watch an instance no longer."""
         self.liveness.leave(name)
         gone = self._suspects.pop(name, None)
-        if gone is not None and gone.kind is _Kind.FROZEN:
+        if gone is not None and gone.ends_calls:
             # Its name, or its address, may be another engine's next.
             self._listeners.frozen.tell(name, None)
 
@@ -155,15 +162,24 @@ class HealthWatch(Part):
         for name in self._cluster_state.names:
             trouble = self._trouble(name)
             suspicion = self._suspects.get(name)
-            if trouble is not None:
-                if suspicion is None or suspicion.kind is _Kind.FAILED:
-                    self._accuse(name, _Suspicion(_Kind.FROZEN, trouble, 0.0, self._loop_clock()))
+            if trouble is not None and (suspicion is None or suspicion.kind is _Kind.FAILED):
+                self._accuse(name, _Suspicion(_Kind.FROZEN, trouble, 0.0, self._loop_clock()))
+            elif suspicion is None:
+                continue
+            elif suspicion.kind is _Kind.DEAD:
+                self._end_calls(name, suspicion)
             elif (
-                suspicion is not None
+                trouble is None
                 and suspicion.kind is _Kind.FROZEN
                 and self.liveness.heard_since(name, suspicion.frozen_s)
             ):
                 self._acquit(name)
+
+    def _end_calls(self, name: str, suspicion: _Suspicion) -> None:
+        """End what hangs at a dead one: a server that ends waits for its connections, and vLLM's lost its engine."""
+        if not suspicion.answers and not suspicion.is_mute and self._clock() >= suspicion.until_s:
+            suspicion.is_mute = True
+            self._listeners.frozen.tell(name, f"gone: {suspicion.reason}")
 
     def _trouble(self, name: str) -> str | None:
         own = self._own_trouble(name)
@@ -208,13 +224,13 @@ class HealthWatch(Part):
             self._listeners.healthy.tell(name, False)
         if suspicion.kind is _Kind.FROZEN:
             self._listeners.frozen.tell(name, suspicion.reason)
-        elif before is not None and before.kind is _Kind.FROZEN:
+        elif before is not None and before.ends_calls:
             self._listeners.frozen.tell(name, None)
 
     def _acquit(self, name: str) -> None:
         suspicion = self._suspects.pop(name)
         self._cluster_state.instance(name).healthy = True
         logger.info("%s answers again", name)
-        if suspicion.kind is _Kind.FROZEN:
+        if suspicion.ends_calls:
             self._listeners.frozen.tell(name, None)
         self._listeners.healthy.tell(name, True)

@@ -105,7 +105,7 @@ class LivePlane:
         peer_lists = PeerListUpdates(running, members.kv_ports)
         facts = LiveFacts(running, kv_model, state, curves, engines.meters)
         shape = KvShape(running, state, facts, self.prefixes, is_known=kv_model is not None)
-        listeners.told += [self.compatibility.hear, peer_lists.hear]
+        listeners.told += [self.compatibility.hear, peer_lists.hear, self.drains.hear]
         listeners.told.append(lambda name, _rank, stats: self.prefixes.learn_stats(name, stats))
         listeners.told.append(lambda name, _rank, stats: shape.learn_stats(name, stats))
         self.thresholds = Thresholds(
@@ -168,7 +168,7 @@ class LivePlane:
 
         listeners.read.append(on_read)
         listeners.healthy.append(on_healthy)
-        listeners.lost_cache.append(feed.lost)
+        listeners.lost_cache += [feed.lost, self.drains.ended]
         listeners.restarted += [lambda name: feed.lost(name, "new-process"), self.drains.restarted]
         listeners.changed += [self.admission.changed, lambda _name: self.thresholds.ask("roles")]
         listeners.noticed.append(lambda name, _notice_s: metrics.notices.labels(name).inc())

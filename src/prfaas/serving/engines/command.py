@@ -95,6 +95,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *("--max-model-len", str(deployment.model.max_model_len)),
         *("--max-num-batched-tokens", str(engine.max_num_batched_tokens)),
         *("--max-num-seqs", str(engine.max_num_seqs)),
+        *("--shutdown-timeout", str(engine.shutdown_timeout_s)),
         *_mixed_chunks(deployment, instance),
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",

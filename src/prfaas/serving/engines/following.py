@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, DeploymentDifference, Instance
 from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.child_processes import STOP_TIMEOUT_S
 from prfaas.serving.engines.engine_units import unit_name, units_of
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.supervisor import LOOK_EVERY_S, Supervisor
@@ -35,6 +36,7 @@ class FollowingEngines:
         self._tell = tell
         self.runs_here = runs_here
         self._left: deque[Instance] = deque()
+        self._again: deque[str] = deque()
 
     def check(self, said: Deployment, difference: DeploymentDifference) -> None:
         """Check that the engines that a file adds can be started on this machine.
@@ -61,6 +63,24 @@ class FollowingEngines:
             self._supervisor.leave(unit_name(instance))
             self._left.append(instance)
 
+    def restart(self, name: str) -> bool:
+        """Have an engine ended and started again, soon, and its group with it; False: it is none to start here."""
+        instances = self._engines.deployment.instances
+        unit = next(
+            (unit_name(each) for each in instances if each.name == name and self.runs_here(each)), None
+        )
+        if unit is not None and unit not in self._again:
+            self._again.append(unit)
+        return unit is not None
+
+    async def _start_again(self, unit: str) -> None:
+        """What it has open may go on for its time; then the supervisor starts it."""
+        deployment = self._engines.deployment
+        timeout_s = deployment.engine.shutdown_timeout_s + STOP_TIMEOUT_S
+        of_unit = [each for each in deployment.instances if unit_name(each) == unit and self.runs_here(each)]
+        await asyncio.gather(*(asyncio.to_thread(self._engines.end, each, timeout_s) for each in of_unit))
+        self._supervisor.start_again(unit)
+
     async def run(self) -> None:
         """Until cancelled."""
         while True:
@@ -76,4 +96,10 @@ class FollowingEngines:
                     )
                 else:
                     self._tell(f"engine {instance.name} has left the deployment file and was ended")
+            while self._again:
+                unit = self._again.popleft()
+                try:
+                    await self._start_again(unit)
+                except (EngineError, OSError) as error:
+                    self._tell(f"engine {unit} was not started again: {error}")
             await self._supervisor.look()

@@ -103,6 +103,11 @@ class Supervisor:
         if name not in self._watched:
             self._watched[name] = _Watched(due_s=self._clock(), is_new=True)
 
+    def start_again(self, name: str) -> None:
+        """Start one that was ended on purpose: that is no failure, and its restarts are forgotten."""
+        if name in self._watched:
+            self._watched[name] = _Watched(due_s=self._clock())
+
     def leave(self, name: str) -> None:
         """Watch one no longer: it is to end."""
         self._watched.pop(name, None)

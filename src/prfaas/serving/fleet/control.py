@@ -112,7 +112,9 @@ class FleetControl(Part):
 
     def announcement(self) -> bytes:
         """What this gateway tells the others now."""
-        return msgspec.json.encode(Announcement(self.reloads.digest, self._shares.own(), self._applied))
+        return msgspec.json.encode(
+            Announcement(self.reloads.digest, self._shares.own(), self._applied, self._marks.out)
+        )
 
     def take_shares(self) -> None:
         """Count what the others have told."""
@@ -152,8 +154,13 @@ class FleetControl(Part):
         for name in member.others:
             told = self._announcement(name)
             is_same = told is not None and told.file == self.reloads.digest
-            members[name] = {"requests": 0 if told is None else requests_of(told.share), "same_file": is_same}
-        members[member.name] = {"requests": self._shares.open_requests, "same_file": True}
+            members[name] = {
+                "requests": 0 if told is None else requests_of(told.share),
+                "same_file": is_same,
+                "out": [] if told is None else told.out,
+            }
+        own = {"requests": self._shares.open_requests, "same_file": True, "out": self._marks.out}
+        members[member.name] = own
         fleet = {
             "name": member.name,
             "leader": member.leader,
@@ -337,6 +344,12 @@ class DrainMarks:
     def revision(self, name: str) -> int:
         """Of the newest mark of an instance; 0: none."""
         return self._revisions.get(name, 0)
+
+    @property
+    def out(self) -> list[str]:
+        """The instances that get nothing from this gateway."""
+        state = self._drains.cluster_state
+        return sorted(name for name in state.names if not state.instance(name).available)
 
     def is_closed(self, name: str) -> bool:
         """Whether nothing new goes to an instance from here."""

@@ -21,6 +21,8 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     """What it has open."""
     applied: int = 0
     """The newest revision of decisions and drain marks that it has carried out."""
+    out: list[_Name] = []
+    """The instances that get nothing from it."""
 
 
 class RoleDecision(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -72,6 +72,7 @@ class AdminRoutes:
         app.router.add_post("/prfaas/reload", self._reload)
         app.router.add_post("/prfaas/instances/{name}/drain", self._drain)
         app.router.add_post("/prfaas/instances/{name}/undrain", self._undrain)
+        app.router.add_post("/prfaas/instances/{name}/restart", self._restart)
         self._console.add_to(app.router)
         return app
 
@@ -157,6 +158,15 @@ class AdminRoutes:
     async def _undrain(self, request: web.Request) -> web.Response:
         name = self._changeable(request)
         self._plane.drains.drain(name, wanted=False)
+        return web.json_response(instances_of(self._plane.state())[name])
+
+    async def _restart(self, request: web.Request) -> web.Response:
+        name = self._changeable(request)
+        if self._reloader is None or not self._reloader.restart(name):
+            raise ApiError(
+                409,
+                f"{name} is not started by this gateway's process; restart it as it was started (--command).",
+            )
         return web.json_response(instances_of(self._plane.state())[name])
 
     def _notice_s(self, name: str, notice: str) -> float:

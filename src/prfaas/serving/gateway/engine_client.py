@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Mapping
 from enum import Enum
+from http import HTTPStatus
 
 from prfaas.core.deployment import Instance
+from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.gateway.http_pool import (
     AnswerCutError,
     AnswerLateError,
@@ -18,6 +20,8 @@ FROZEN = "frozen"
 """The reason of a call that the control plane ended, since the engine had fallen silent."""
 OWN_RESOURCES = "gateway-resources"
 """The reason of a call for which this process had no file descriptor."""
+# What a thread pool of vLLM says that is shut down.
+_ENDING = b"after shutdown"
 
 
 class Blame(Enum):
@@ -27,6 +31,8 @@ class Blame(Enum):
     """The gateway is at fault, or the control plane knows already."""
     FAILED = "failed"
     """It lives, and keeps its cache."""
+    ENDING = "ending"
+    """It lets what it has end, and takes nothing more: its process has been told to end."""
     DEAD = "dead"
     """It refused or reset a connection: the process is gone, and its cache with it."""
 
@@ -111,8 +117,22 @@ class EngineClient:
         if answer.status != 200:
             # Not its words: they may quote the prompt, and this text is logged.
             detail = f"answered {path} with {answer.status}"
-            raise EngineCallError(instance.name, f"http-{answer.status}", detail, answer.status)
+            blame = Blame.ENDING if is_ending(answer.status, whole) else Blame.FAILED
+            raise EngineCallError(instance.name, f"http-{answer.status}", detail, answer.status, blame=blame)
         return whole
+
+
+def is_ending(status: int, content: bytes) -> bool:
+    """Whether an error is that of vLLM between SIGTERM and its end. Its /health is good all the time."""
+    return status == HTTPStatus.INTERNAL_SERVER_ERROR and _ENDING in content
+
+
+def accuse(plane: LivePlane, name: str, failure: EngineCallError) -> None:
+    """Tell the control plane what a failure says about an engine."""
+    if failure.blame is Blame.ENDING:
+        plane.drains.is_ending(name)
+    elif failure.blame is not Blame.NONE:
+        plane.health.suspect(name, str(failure), lost_cache=failure.blame is Blame.DEAD)
 
 
 async def _whole(instance: Instance, answer: EngineResponse) -> bytes:

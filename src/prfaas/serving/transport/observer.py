@@ -79,7 +79,8 @@ class Observer:
         self._address = (host, port)
         self._tls = tls
         self._session = secrets.token_hex(8)
-        self._peer_session = ""
+        self.peer_session = ""
+        """New with each start of the receiver; empty before the first connection."""
         self._peer_frames: frozenset[int] = frozenset()
         self._writer: asyncio.StreamWriter | None = None
         self._sealing: Sealing | None = None
@@ -185,6 +186,17 @@ class Observer:
         body = order.to_body() if isinstance(order, PeerList) else body_of(order)
         self._send(pack_control(order.kind, body=body))
 
+    async def leave(self) -> None:
+        """Have the rank tell all gateways that its process is to end. Only its own machine may ask for that.
+
+        Raises:
+            ConnectionError: the receiver is gone, or of a release that does not know this.
+        """
+        await self.connect()
+        if FrameType.LEAVE not in self._peer_frames:
+            raise ConnectionError(f"{self.peer_name} is of an older release: it takes no LEAVE")
+        self._send(pack_control(FrameType.LEAVE))
+
     async def stats(self) -> dict[str, Any]:
         """The receiver's `stats()`.
 
@@ -283,9 +295,9 @@ class Observer:
                 else ConnectionError
             )
             raise kind(f"{self.peer_name} at {host}:{port}: {error}") from error
-        if self._peer_session not in ("", welcome.session):
+        if self.peer_session not in ("", welcome.session):
             self._fail_all(f"{self.peer_name} was restarted")
-        self._peer_session, self._peer_frames = welcome.session, welcome.frames
+        self.peer_session, self._peer_frames = welcome.session, welcome.frames
         self._sealing, self._writer = welcome.sealing, writer
         return reader
 

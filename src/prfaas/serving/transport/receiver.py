@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from prfaas import __version__
+from prfaas.core.deployment import CONTROL
 from prfaas.core.link.samples import NOTHING_ARRIVED, ArrivalReport
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.fingerprint import Fingerprint
@@ -142,6 +143,7 @@ class Receiver:
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
         self._arrival_sums = ArrivalSums()
+        self._is_leaving = False
         self._failed_connections = 0
         self._forged_frames = 0
         self._accept_failures = 0
@@ -207,6 +209,11 @@ class Receiver:
             "thread_errors": self._thread_errors,
             "threads": threads,
             "roster": self._peer_list_state,
+            "leaving": self._is_leaving,
+            "gateways_unaware": sum(
+                each.identity is not None and each.identity.name == CONTROL and not each.knows_leaving
+                for each in connections
+            ),
             **self.telemetry(),
             **self._more_stats(),
         }
@@ -228,6 +235,10 @@ class Receiver:
     def observed(self, *, links_only: bool) -> dict[str, Any]:
         """`telemetry()` or `stats()`, for an observer."""
         return self.telemetry() if links_only else self.stats()
+
+    def leave(self) -> None:
+        """Tell observers from now on that this process is to end. Only the next process takes that back."""
+        self._is_leaving = True
 
     def handshake_failed(self, sentence: str, peer: str) -> None:
         """Note why a handshake failed."""

@@ -77,6 +77,9 @@ ObserverOrder: TypeAlias = PaceOrder | ProbeOrder | PeerList | PeerRequest
 class ConnectionHost(Protocol):
     """The receiver as its connections see it; called in a connection's own thread."""
 
+    name: str
+    """As producers and tickets call it."""
+
     def shake_hands(
         self, connection: "ReceiverConnection", sock: socket.socket
     ) -> tuple[PeerIdentity, Sealing | None]:
@@ -87,6 +90,9 @@ class ConnectionHost(Protocol):
 
     def observed(self, *, links_only: bool) -> dict[str, Any]:
         """The fields of a STATS answer."""
+
+    def leave(self) -> None:
+        """Tell observers from now on that this process is to end."""
 
     def carry_out(self, order: ObserverOrder) -> None:
         """Carry out an observer's PACE, PROBE, ROSTER, COPY or PULL."""
@@ -135,6 +141,8 @@ class ReceiverConnection:
         """The keys of an encrypted connection."""
         self.failure = ""
         """Why the connection ended, unless it ended in order."""
+        self.knows_leaving = False
+        """An observer has been told that this process is to end."""
         self.forged = False
         """True if it ended because of a forged or replayed frame."""
 
@@ -232,7 +240,8 @@ class ReceiverConnection:
         """Shake hands, then serve frames until the connection ends. Never raises."""
         try:
             self.identity, self.sealing = self._host.shake_hands(self, self._sock)
-            self._permitted = permitted_frames(self.identity)
+            is_here = self.sealing is not None or self._sock.getpeername()[0] == self._sock.getsockname()[0]
+            self._permitted = permitted_frames(self.identity, self._host.name, is_here=is_here)
             if self.identity.role == ROLE_PRODUCER:
                 self._serve_producer(self.identity)
             else:
@@ -303,7 +312,10 @@ class ReceiverConnection:
                     self._table.drop(header.transfer_id, text_field(body, "reason"), keep=keep)
                 elif header.kind is FrameType.STATS:
                     stats = self._host.observed(links_only=body.get("of") == "links")
+                    self.knows_leaving = self.knows_leaving or stats.get("leaving") is True
                     self.post(pack_control(FrameType.STATS, body=stats))
+                elif header.kind is FrameType.LEAVE:
+                    self._host.leave()
                 elif (order := self._order(header, body, identity.name)) is not None:
                     self._host.carry_out(order)
                 else:

@@ -53,7 +53,7 @@ class VersionError(WireError):
 
 
 class FrameType(enum.IntEnum):
-    """Types by number: 1 to 6 handshake, 16 to 26 transfers, 32 to 44 observers."""
+    """Types by number: 1 to 6 handshake, 16 to 26 transfers, 32 to 45 observers."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -85,6 +85,7 @@ class FrameType(enum.IntEnum):
     COPIED = 42
     FOLLOW = 43
     EVENTS = 44
+    LEAVE = 45
 
 
 # JSON in which every number is finite, and nothing is nested deeper than the deepest answer, that of STATS.

@@ -39,7 +39,9 @@ READY_S = 1200
 GATEWAY_STOP_S = 45
 """The gateway's own time to let requests end, and some seconds more."""
 
-ENGINE_STOP_S = 60
+POOL_STOP_S = 60
+END_S = 15
+"""An engine's end takes so long once nothing runs there."""
 
 WILDCARDS = ("0.0.0.0", "::")
 _GATEWAY_FOLDER = "gateway"
@@ -95,11 +97,10 @@ class Process:
     gpus: int = 0
     disk: Path | None = None
     """A folder outside the state directory that a pool writes into; below it the daemon makes its own."""
-
-    @property
-    def stop_s(self) -> int:
-        """Seconds that it gets to end."""
-        return GATEWAY_STOP_S if self.kind == "gateway" else ENGINE_STOP_S
+    stop_s: int = POOL_STOP_S
+    """Seconds that it gets to end."""
+    before_stop: tuple[str, ...] = ()
+    """Arguments of `prfaas`: what is run on its machine before it is told to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,7 @@ class Blueprint:
 
     def engine(self, instance: Instance) -> Process:
         """The process of an instance; its GPUs are the cluster's `gpus_per_instance`, else its ranks."""
+        timeout_s = self.deployment.engine.shutdown_timeout_s
         return Process(
             "engine",
             instance.name,
@@ -170,6 +172,9 @@ class Blueprint:
             ("engine", CONFIG_FILE, instance.name),
             (instance.name,),
             gpus=self.containers.gpus.get(instance.cluster, instance.gpus),
+            # What is left when both times are over goes on at another engine.
+            stop_s=2 * timeout_s + END_S,
+            before_stop=("drain", instance.name, CONFIG_FILE, "--as-engine", "--wait", str(timeout_s)),
         )
 
     def pool(self, pool: PoolNode) -> Process:
@@ -181,7 +186,7 @@ class Blueprint:
     def gateway(self) -> Process:
         """The gateway."""
         image, args = self.containers.gateway_image, ("serve", CONFIG_FILE)
-        return Process("gateway", GATEWAY, image, args, tuple(CERTIFICATE_NAMES))
+        return Process("gateway", GATEWAY, image, args, tuple(CERTIFICATE_NAMES), stop_s=GATEWAY_STOP_S)
 
     def places(self) -> tuple[Place, ...]:
         """Every machine of every site; and one for the gateway where its address names none of them."""

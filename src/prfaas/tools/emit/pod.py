@@ -7,8 +7,6 @@ from prfaas.core.deployment import GATEWAY, Instance, is_loopback
 from prfaas.core.deployment.schema import PodSection
 from prfaas.core.units import GIB
 from prfaas.tools.emit.blueprint import (
-    ENGINE_STOP_S,
-    GATEWAY_STOP_S,
     READY_S,
     Blueprint,
     Process,
@@ -64,7 +62,7 @@ def pod_objects(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
         sockets=str(blueprint.deployment.home / "pools"),
         disk=_disk(blueprint, plan),
         gateways=_gateways(blueprint, plan),
-        stop_s=GATEWAY_STOP_S + PRESTOP_S if plan.component == GATEWAY else ENGINE_STOP_S,
+        stop_s=max(each["stop_s"] for each in containers) + (PRESTOP_S if plan.component == GATEWAY else 0),
         prestop_s=PRESTOP_S,
         secrets_dir=SECRETS_DIR,
         keys_dir=KEYS_DIR,
@@ -202,6 +200,8 @@ def _container(
         "name": process.kind,
         "image": process.image,
         "args": process.args,
+        "before_stop": process.before_stop,
+        "stop_s": process.stop_s,
         "ports": ports,
         "meets_others": meets_others,
         "settings": settings,

@@ -80,6 +80,7 @@ def _units(blueprint: Blueprint, place: Place, program: str) -> Iterator[tuple[s
                 folder.is_relative_to(home) for folder in blueprint.model_folders for home in homes
             ),
             stop_s=process.stop_s,
+            before_stop=" ".join((program, *process.before_stop)) if process.before_stop else "",
             pool_unit=None if pool is None or process.kind != "engine" else _unit_name(f"pool {pool.name}"),
             # An engine that is alone on its machine finds its GPUs itself.
             devices=",".join(map(str, devices)) if len(place.instances) > 1 else "",

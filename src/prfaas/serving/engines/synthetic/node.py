@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import secrets
 import signal
@@ -27,6 +28,7 @@ from prfaas.serving.engines.synthetic.text import Text
 logger = logging.getLogger(__name__)
 
 _DEFAULT_CACHE_GIB = 1
+_END_POLL_S = 0.05
 
 
 class SyntheticNode:
@@ -82,6 +84,15 @@ class SyntheticNode:
         logger.info(
             "%s: %s at %s: a stand-in, no model runs here", self.instance.name, VERSION, self.instance.url
         )
+
+    async def end(self, within_s: float) -> None:
+        """Take no new requests, and close when those that run have ended, or their time is over."""
+        self._server.end()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self.engine.counts.running + self.engine.counts.waiting:
+                    await asyncio.sleep(_END_POLL_S)
+        await self.close()
 
     async def close(self) -> None:
         """Close every port and end every thread; idempotent."""
@@ -142,6 +153,8 @@ def stream_interval_of(arguments: Sequence[str]) -> int:
 async def run_nodes(deployment: Deployment, names: Sequence[str], key: bytes) -> None:
     """Run instances until SIGTERM or SIGINT, or until each was ended by /synthetic/die.
 
+    After a signal what runs may go on for `engine.shutdown_timeout_s`, as with vLLM.
+
     Raises:
         EngineError: one can't be stood in for, or a port is taken.
     """
@@ -167,6 +180,7 @@ async def run_nodes(deployment: Deployment, names: Sequence[str], key: bytes) ->
         for task in (*waits, stop):
             task.cancel()
         await asyncio.gather(all_gone, stop, return_exceptions=True)
+        await asyncio.gather(*(node.end(deployment.engine.shutdown_timeout_s) for node in nodes))
     except OSError as error:
         raise EngineError(f"{name} can't start: {error}") from error
     finally:

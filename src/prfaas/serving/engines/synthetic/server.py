@@ -78,6 +78,7 @@ class EngineServer:
         self._on_death = on_death
         self._stream_interval = stream_interval
         self._dead = False
+        self._ending = False
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         apis: dict[str, tuple[_Parse, Callable[[GenerationRequest, Text], _Writer]]] = {
             "/v1/completions": (partial(parse_generation, chat=False), AnswerWriter),
@@ -116,6 +117,10 @@ class EngineServer:
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port, backlog=1024, ssl_context=context).start()
 
+    def end(self) -> None:
+        """Refuse new requests as vLLM does after SIGTERM; what runs goes on."""
+        self._ending = True
+
     async def close(self) -> None:
         """Stop listening and end every request; idempotent."""
         await self._runner.cleanup()
@@ -137,6 +142,8 @@ class EngineServer:
         request: web.Request,
     ) -> web.StreamResponse:
         raw = await request.read()
+        if self._ending:
+            return _error("cannot schedule new futures after shutdown", 500)
         if len(raw) <= _INLINE_BYTES:
             wanted = self._read(parse, raw)
         else:

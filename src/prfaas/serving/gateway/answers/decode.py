@@ -17,7 +17,7 @@ from prfaas.serving.gateway.answers.streams import (
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.engine_client import Blame, EngineCallError
+from prfaas.serving.gateway.engine_client import EngineCallError, accuse
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest
@@ -151,8 +151,7 @@ class Decoder:
         logger.warning("decode instance failed: %s", failure)
         self._metrics.decode_failures.labels(failure.reason).inc()
         request.record.note(f"{ready.decode} failed: {failure.reason}")
-        if failure.blame is not Blame.NONE:
-            self._plane.health.suspect(ready.decode, str(failure), lost_cache=failure.blame is Blame.DEAD)
+        accuse(self._plane, ready.decode, failure)
 
     def _note_refusal(self, request: ServingRequest, ready: ReadyRequest, status: int) -> None:
         """The decode engine has refused the request: before KV was moved for it, or after."""

@@ -22,7 +22,7 @@ from prfaas.serving.gateway.answers.answer_bytes import (
 )
 from prfaas.serving.gateway.bodies import ApiError, without_transfer_params
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
-from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call
+from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call, is_ending
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord
@@ -59,8 +59,10 @@ class EngineAnswerError(EngineCallError):
     ) -> None:
         """`answer`: for the client when no other engine can answer. `event`: the same in a stream."""
         detail = f"answered {status}" if event is None else "failed in the stream"
-        # The request itself may be what makes it answer so. That must not take engines out.
-        super().__init__(instance, f"http-{status}", detail, status, blame=Blame.NONE)
+        content = event or (b"" if answer is None else answer.body)
+        # Else the request itself may be what makes it answer so. That must not take engines out.
+        blame = Blame.ENDING if is_ending(status, content) else Blame.NONE
+        super().__init__(instance, f"http-{status}", detail, status, blame=blame)
         self.answer = answer
         self.event = event
 

@@ -19,7 +19,7 @@ from prfaas.core.kv.hf_config import read_config, text_fields
 from prfaas.core.prefix.hashing import MediaItem
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, dump_body
 from prfaas.serving.gateway.context import GatewayContext, ThreadOffload
-from prfaas.serving.gateway.engine_client import FROZEN, Blame, EngineCallError
+from prfaas.serving.gateway.engine_client import FROZEN, Blame, EngineCallError, accuse
 from prfaas.serving.gateway.prompts.prompt import (
     BatchPrompt,
     DirectPrompt,
@@ -252,7 +252,7 @@ class Tokenization:
     ) -> list[RenderedIds]:
         """Each prompt in ids. Raises EngineCallError.
 
-        In place of an engine that does not answer another one is asked. A dead one is taken out of routing.
+        In place of an engine that does not answer, or is to end, another one is asked. It is taken out of routing.
         """
         own = await self._all_own_ids(request, prompt)
         if own is not None:
@@ -268,10 +268,10 @@ class Tokenization:
         try:
             return await self._render(request.endpoint, body, asked)
         except EngineCallError as error:
-            if error.reason not in ("unreachable", "died", "connect-timeout", FROZEN):
+            is_away = error.reason in ("unreachable", "died", "connect-timeout", FROZEN)
+            if not is_away and error.blame is not Blame.ENDING:
                 raise
-            if error.blame is not Blame.NONE:
-                self._plane.health.suspect(asked.name, str(error), lost_cache=error.blame is Blame.DEAD)
+            accuse(self._plane, asked.name, error)
             another = members.instance(router.at_decode(0, avoid=(asked.name,)).decode)
             return await self._render(request.endpoint, body, another)
 

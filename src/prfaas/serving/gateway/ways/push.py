@@ -19,7 +19,7 @@ from prfaas.serving.gateway.bodies import (
     prefill_body,
 )
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
+from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError, accuse
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants
 from prfaas.serving.gateway.request_log import TransferredBytes
@@ -454,9 +454,8 @@ class PrefillHop:
         """Tell the control plane whom a failure blames: the producer, the consumer or nobody, never both."""
         logger.warning("prefill at %s for %s failed: %s", spec.producer, spec.consumer, failure)
         if isinstance(failure, EngineCallError):
-            if failure.blame is not Blame.NONE and not failure.is_clients_fault:
-                lost_cache = failure.blame is Blame.DEAD
-                self._plane.health.suspect(spec.producer, str(failure), lost_cache=lost_cache)
+            if not failure.is_clients_fault:
+                accuse(self._plane, spec.producer, failure)
             hopeless = failure.is_clients_fault or failure.reason == OWN_RESOURCES
             return HopFailedError(failure.reason, hopeless=hopeless, kept=kept)
         if failure.reason == CONSUMER_SILENT:
