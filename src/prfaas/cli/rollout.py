@@ -1,6 +1,6 @@
 """`prfaas rollout`: every engine of a running deployment is replaced, one after the other."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,49 +15,35 @@ from prfaas.cli.common import (
     print_json,
 )
 from prfaas.cli.completions import instance_names
+from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
     from prfaas.tools.rollout import Replaced
 
 
+@with_options
 def rollout(
     deployment: DeploymentPath,
-    instances: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[INSTANCE…]", help="Only these; default: all.", autocompletion=instance_names
-        ),
-    ] = None,
-    command: Annotated[
-        str | None,
-        typer.Option(
-            "--command",
-            metavar="COMMAND",
-            help="Restarts one engine, where `prfaas up` has not started it; {instance}, {host} and {cluster} in it.",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the rollout that was stopped.")
-    ] = False,
-    drain_s: Annotated[
-        float,
-        typer.Option(
-            "--drain", metavar="SECONDS", min=0.0, help="What is open after that goes on elsewhere."
-        ),
-    ] = 60.0,
+    instances: list[str] | None = argument(
+        None, "Only these; default: all.", metavar="[INSTANCE…]", autocompletion=instance_names
+    ),
+    command: str | None = option(
+        None,
+        "Restarts one engine, where `prfaas up` has not started it; {instance}, {host} and {cluster} in it.",
+        "--command",
+        metavar="COMMAND",
+    ),
+    resume: bool = option(False, "Go on with the rollout that was stopped.", "--resume"),
+    drain_s: float = option(
+        60.0, "What is open after that goes on elsewhere.", "--drain", metavar="SECONDS", min=0.0
+    ),
     ready_timeout_s: ReadyTimeout = None,
-    with_gap: Annotated[
-        bool,
-        typer.Option(
-            "--with-gap", help="Also the only engine that decodes, though requests are refused then."
-        ),
-    ] = False,
-    new_answers: Annotated[
-        bool,
-        typer.Option(
-            "--new-answers", help="Engines may answer otherwise than before: another model or version."
-        ),
-    ] = False,
+    with_gap: bool = option(
+        False, "Also the only engine that decodes, though requests are refused then.", "--with-gap"
+    ),
+    new_answers: bool = option(
+        False, "Engines may answer otherwise than before: another model or version.", "--new-answers"
+    ),
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:

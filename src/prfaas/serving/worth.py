@@ -2,9 +2,11 @@
 
 import math
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from msgspec import convert
 
 By = Literal["hour", "hour-of-day", "cluster", "link", "length", "tenant", "all"]
 """What requests are put together by."""
@@ -34,26 +36,27 @@ def _sum(what: str, where: str) -> str:
     return f"coalesce(sum({what}) FILTER (WHERE {where}), 0.0)"
 
 
-_COLUMNS = (
-    "count(*)",
-    "count(*) FILTER (WHERE route = 'offload')",
-    f"count(*) FILTER (WHERE {_MOVED})",
-    _sum("other_s", _MOVED),
-    _sum("first_token_s", _MOVED),
-    _sum("first_token_s * first_token_s", _MOVED),
-    f"count(*) FILTER (WHERE {_STAYED})",
-    _sum("first_token_s", _STAYED),
-    _sum("first_token_s * first_token_s", _STAYED),
-    _sum("predicted_s", f"{_FORESEEN} AND route = 'local'"),
-    _sum("first_token_s", f"{_FORESEEN} AND route = 'local'"),
-    _sum("predicted_s", f"{_FORESEEN} AND route = 'offload'"),
-    _sum("first_token_s", f"{_FORESEEN} AND route = 'offload'"),
-    _sum("other_gpu_s", _PAID),
-    _sum("gpu_s", _PAID),
-    _sum("other_gpu_cost - gpu_cost", _PAID),
-    "coalesce(sum(egress_bytes), 0)",
-    "coalesce(sum(egress_cost), 0.0)",
-)
+_COLUMNS = {
+    "requests": "count(*)",
+    "offloaded": "count(*) FILTER (WHERE route = 'offload')",
+    "timed": f"count(*) FILTER (WHERE {_MOVED})",
+    "without_s": _sum("other_s", _MOVED),
+    "with_s": _sum("first_token_s", _MOVED),
+    "with_squares": _sum("first_token_s * first_token_s", _MOVED),
+    "held_out": f"count(*) FILTER (WHERE {_STAYED})",
+    "held_out_s": _sum("first_token_s", _STAYED),
+    "held_out_squares": _sum("first_token_s * first_token_s", _STAYED),
+    "stayed_predicted_s": _sum("predicted_s", f"{_FORESEEN} AND route = 'local'"),
+    "stayed_s": _sum("first_token_s", f"{_FORESEEN} AND route = 'local'"),
+    "left_predicted_s": _sum("predicted_s", f"{_FORESEEN} AND route = 'offload'"),
+    "left_s": _sum("first_token_s", f"{_FORESEEN} AND route = 'offload'"),
+    "gpu_s_moved": _sum("other_gpu_s", _PAID),
+    "gpu_s_spent": _sum("gpu_s", _PAID),
+    "gpu_cost_spared": _sum("other_gpu_cost - gpu_cost", _PAID),
+    "egress_bytes": "coalesce(sum(egress_bytes), 0)",
+    "egress_cost": "coalesce(sum(egress_cost), 0.0)",
+}
+"""What each number of `Worth` is in SQL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +133,11 @@ def _mean_and_error(count: int, total: float, squares: float) -> tuple[float, fl
 
 def worth(ledgers: Iterable[sqlite3.Connection], by: By = "all", since_s: float = 0.0) -> list[Worth]:
     """What the requests since then (Unix time) were worth, of all ledgers together, in the order of their keys."""
-    query = f"SELECT {_KEYS[by]} AS key, {', '.join(_COLUMNS)} FROM requests WHERE at_s >= ? GROUP BY key"
-    found: dict[str, Sequence[float]] = {}
+    query = f"SELECT {_KEYS[by]} AS key, {', '.join(_COLUMNS.values())} FROM requests WHERE at_s >= ? GROUP BY key"
+    found: dict[str, dict[str, float]] = {}
     for ledger in ledgers:
         for key, *numbers in ledger.execute(query, (since_s,)):
-            before = found.get(key)
-            found[key] = numbers if before is None else [a + b for a, b in zip(before, numbers, strict=True)]
-    return [Worth(key, *numbers) for key, numbers in sorted(found.items())]  # type: ignore[arg-type]
+            before = found.setdefault(key, {})
+            for name, number in zip(_COLUMNS, numbers, strict=True):
+                before[name] = before.get(name, 0) + number
+    return [convert({"key": key, **numbers}, Worth) for key, numbers in sorted(found.items())]
