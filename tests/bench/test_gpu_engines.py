@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_a_step_that_fails_says_why_and_the_next_one_runs(tmp_path: Path) -> Non
     told = checked(tmp_path, device="cuda", PYTHON=python(tmp_path, script))
     assert told.returncode == 1, told.stderr
     lines = told.stdout.splitlines()
-    assert lines[0] == "workers: failed after 0 s: no bench/gpu/workers.py"
+    assert re.fullmatch("workers: failed after [0-9]+ s: no bench/gpu/workers.py", lines[0])
     assert [line.split(":")[0] for line in lines] == [
         *("workers", "pages", "kimi-linear", "qwen3-next-mtp"),
         *("kimi-linear-piecewise", "qwen3-next-mtp-piecewise"),
@@ -120,15 +121,3 @@ def test_a_pack_for_another_python_is_refused(tmp_path: Path) -> None:
     told = checked(tmp_path, PYTHON=bare, PACK=str(tmp_path / "pack"), PYTHONPATH="")
     assert told.returncode == 2
     assert "is for Python 2.7" in told.stderr
-
-
-@pytest.mark.engine
-@pytest.mark.extended("the chain of both models has tests of its own; this is the kit's program")
-@pytest.mark.timeout(900)
-def test_the_kit_runs_whole_engines_on_a_cpu(tmp_path: Path) -> None:
-    told = checked(tmp_path, ONLY="kimi-linear")
-    assert told.returncode == 0, told.stdout + told.stderr
-    figures = json.loads((tmp_path / "kimi-linear" / "found.json").read_text())
-    assert figures["loaded"] == figures["prompts"] == len(engines.LOADS["cpu"].prompts)
-    assert figures["exact"] + figures["ties"] == figures["prompts"]
-    assert "kimi-linear on cpu, graphs: none" in told.stdout

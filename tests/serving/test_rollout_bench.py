@@ -33,12 +33,3 @@ def report(folder: Path, *options: str) -> dict[str, Any]:
 def test_nobody_notices_a_rollout_of_stand_ins(tmp_path: Path) -> None:
     options = ("--streams", "30", "--per-s", "6", "--replace", "home-d-0", "--no-etcd")
     assert report(tmp_path, *options)["replaced"] == ["home-d-0"]
-
-
-@pytest.mark.engine
-@pytest.mark.slow("starts engines of vLLM, and one of them again")
-@pytest.mark.extended("its parts run against stand-ins in `make test`")
-@pytest.mark.timeout(600)
-def test_nobody_notices_a_rollout_of_vllm(tmp_path: Path) -> None:
-    options = ("--engines", "vllm", "--streams", "30", "--per-s", "1", "--replace", "home-d-0")
-    assert report(tmp_path, *options)["replaced"] == ["home-d-0"]

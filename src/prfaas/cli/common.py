@@ -62,11 +62,10 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.planner import PlanError
     from prfaas.core.workload.lengths import WorkloadError
     from prfaas.serving.engines import EngineError
-    from prfaas.serving.ledger_file import LedgerFileError
     from prfaas.serving.secret_files import SecretFileError
 
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, WorkloadError)
-    if isinstance(error, (*known, LedgerFileError, SecretFileError)):
+    if isinstance(error, (*known, SecretFileError)):
         return str(error)
     if isinstance(error, OSError) and (error.filename or error.errno in _FULL):
         return f"{error.filename2 or error.filename or 'output'}: {error.strerror or error}"

@@ -4,13 +4,10 @@ import sqlite3
 from pathlib import Path
 
 from prfaas.core.ledger import COLUMNS, VERSION
+from prfaas.serving.secret_files import LedgerFileError
 
 BUSY_S = 5.0
 """How long one process waits for another that writes."""
-
-
-class LedgerFileError(ValueError):
-    """The ledger's file can't be used. The text is one sentence."""
 
 
 def open_ledger(path: Path, *, read_only: bool = False) -> sqlite3.Connection:

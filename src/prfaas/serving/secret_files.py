@@ -33,6 +33,10 @@ class ClientsFileError(SecretFileError):
     """The file of clients cannot be used; the message names it, and what would be right."""
 
 
+class LedgerFileError(SecretFileError):
+    """The ledger's file cannot be used; the message names it."""
+
+
 def create_token(path: Path) -> None:
     """Write a new token to `path` (mode 0600); never overwrites a file.
 

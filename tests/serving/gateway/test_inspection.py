@@ -40,6 +40,8 @@ def test_a_request_is_explained_with_the_numbers_that_decided(in_world: InWorld)
 def test_what_went_wrong_is_told(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         world.remote.fails, world.decode.dies = 500, "in-body"
+        # However slow the machine is, it is not tried again.
+        world.plane.suspect_s = 60.0
         response, _ = await world.post("/v1/completions", {"prompt": LONG})
         async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
             told = await page.json()

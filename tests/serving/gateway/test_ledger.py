@@ -21,8 +21,9 @@ from prfaas.serving.control.planning_inputs import prefill_curves, view_of
 from prfaas.serving.gateway import ledger as ledger_module
 from prfaas.serving.gateway.ledger import Entries, Ledger
 from prfaas.serving.gateway.request_log import TransferredBytes
-from prfaas.serving.ledger_file import LedgerFileError, open_ledger
+from prfaas.serving.ledger_file import open_ledger
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.secret_files import LedgerFileError
 from prfaas.serving.worth import BYS, worth
 
 from .records import record_of
