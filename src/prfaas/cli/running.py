@@ -18,6 +18,7 @@ from prfaas.serving.engines.following import FollowingEngines
 from prfaas.serving.engines.preparation import port_problem
 from prfaas.serving.gateway import Draining
 from prfaas.serving.gateway.clients import Clients
+from prfaas.serving.ledger_file import open_ledger
 from prfaas.serving.live import serve_live
 from prfaas.serving.reloading import Reloader, ReloadRefusedError
 from prfaas.serving.secret_files import load_headers, load_token
@@ -58,6 +59,7 @@ def check_gateway(deployment: Deployment) -> None:
         CliError: an address of the gateway can't be listened on.
         AdminTokenError: the operators' token can't be read.
         ClientsFileError: the clients can't be.
+        LedgerFileError: the ledger can't be used.
         TraceHeadersError: the headers for the collector can't be.
         ModuleNotFoundError: OpenTelemetry is not installed.
         DeploymentError: there is no such policy, or it does not take the file's parameters.
@@ -72,6 +74,8 @@ def check_gateway(deployment: Deployment) -> None:
         load_token(admin.token_file)
     if gateway.clients is not None:
         Clients(gateway.clients)
+    if gateway.ledger is not None:
+        open_ledger(gateway.ledger.file).close()
     if gateway.tracing is not None:
         check_tracing(gateway.tracing)
 

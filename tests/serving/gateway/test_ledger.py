@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.ports import free_ports
 from tests.serving.control.world import FILE
 from typer.testing import CliRunner
 
 from prfaas.cli.main import app
+from prfaas.cli.running import check_gateway
 from prfaas.core.deployment import LedgerConfig, load_deployment
 from prfaas.core.ledger import COLUMNS
 from prfaas.core.scheduling.decision import OtherWay
@@ -174,6 +176,17 @@ def test_what_is_no_ledger_is_refused_in_one_sentence(tmp_path: Path) -> None:
             open_ledger(path, read_only=True)
         result = CliRunner().invoke(app, ["worth", str(path)])
         assert result.exit_code != 0
+
+
+def test_it_is_refused_before_engines_are_started(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("no database, but long enough to be looked at" * 100)
+    port, admin_port = free_ports(2)
+    gateway = f"gateway: {{port: {port}, admin: {{port: {admin_port}}}, ledger: {{file: {text}}}}}\n"
+    path = tmp_path / "deployment.yaml"
+    path.write_text(FILE + gateway)
+    with pytest.raises(LedgerFileError, match="can't be used as a ledger"):
+        check_gateway(load_deployment(path, state_dir=tmp_path))
 
 
 OFFLOADED = {
