@@ -4,14 +4,12 @@ import math
 import sqlite3
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from msgspec import convert
 
 By = Literal["hour", "hour-of-day", "cluster", "link", "length", "tenant", "all"]
 """What requests are put together by."""
-
-BYS: tuple[str, ...] = get_args(By)
 
 _KEYS: dict[str, str] = {
     "all": "'all'",

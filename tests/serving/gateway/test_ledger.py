@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from msgspec import structs
@@ -26,7 +26,7 @@ from prfaas.serving.gateway.request_log import TransferredBytes
 from prfaas.serving.ledger_file import open_ledger
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.secret_files import LedgerFileError
-from prfaas.serving.worth import BYS, worth
+from prfaas.serving.worth import By, worth
 
 from .records import record_of
 from .world import GATEWAY, World
@@ -227,8 +227,8 @@ def test_worth_adds_up(tmp_path: Path) -> None:
     assert {each.key: each.requests for each in worth([ledger], "link")} == {"east->home": 5, "stays": 2}
     # Of two gateways together, whatever they are put together by.
     other = kept(tmp_path / "b.sqlite", rows[:2])
-    for by in BYS:
-        assert sum(each.requests for each in worth([ledger, other], by)) == 9  # type: ignore[arg-type]
+    for by in get_args(By):
+        assert sum(each.requests for each in worth([ledger, other], by)) == 9
     assert sum(each.requests for each in worth([ledger], since_s=8 * hour)) == 1
 
 
