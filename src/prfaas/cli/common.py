@@ -134,6 +134,14 @@ def new_file(folder: Path, name: str, *, force: bool) -> Path:
     return target
 
 
+def check_target(path: Path | None, option_name: str) -> None:
+    """Raise CliError, before long work, for a file that could not be written after it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise CliError(f"{option_name}: there is no directory {path.absolute().parent}")
+    if path is not None and path.is_dir():
+        raise CliError(f"{option_name}: {path} is a directory; name a file")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that an option asks for, and say so on stderr."""
     path.write_text(text, encoding="utf-8")
@@ -330,7 +338,7 @@ def fetch(admin: AdminAddress, path: str, method: str = "GET") -> dict[str, Any]
         if said.startswith("There is no GET"):
             said += " Operators' pages are at gateway.admin, by default the port after the gateway's."
         raise CliError(said) from None
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise CliError(f"no gateway answers at {url} ({reason}); start it: prfaas serve DEPLOYMENT") from None
     try:
