@@ -3,6 +3,7 @@
 import math
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
@@ -192,3 +193,18 @@ def test_no_field_takes_what_it_can_not_be(value: object, tmp_path: Path) -> Non
         assert "\n" not in said, (place, said)
         name = [part for part in place if isinstance(part, str)][-1]
         assert name in said or "is missing" in said, (place, said)
+
+
+@pytest.mark.parametrize("command", ["worth LOCAL", "model make words --into out", "up LOCAL", "plan PAPER"])
+def test_a_package_that_is_missing_is_named(command: str, files: Path) -> None:
+    """In a process of its own: what is imported already is not missing."""
+    words = shlex.split(command.replace("PAPER", str(PAPER)).replace("LOCAL", str(LOCAL)))
+    without = "import sys; sys.modules['msgspec'] = None; from prfaas.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", without, *words], capture_output=True, text=True, timeout=120, check=False
+    )
+    owner = "plan" if command.startswith("plan") else "gateway"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "packages (msgspec is missing): pip install" in done.stderr
+    assert f"'.[{owner}]'" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -29,22 +29,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 # Heavy libraries that are only there with an engine installed.
 _ENGINE_MODULES = {"vllm", "torch", "transformers", "safetensors"}
 
-# The commands that need more than the base installation, by extra of pyproject.toml. tests/test_extras.py holds
-# them together.
+# The commands that need the planner's packages. What another one lacks is the gateway's.
 PLAN_COMMANDS = ("plan", "policies", "simulate", "study", "reproduce", "bandwidth", "profile")
-GATEWAY_COMMANDS = (
-    "up",
-    "serve",
-    "key",
-    "certs",
-    "doctor",
-    "demo",
-    "replay",
-    "engine",
-    "pool",
-    "monitoring",
-    "rollout",
-)
 _OWNERS = {"plan": "the planner's", "gateway": "the gateway's"}
 
 
@@ -87,9 +73,9 @@ def _missing(package: str, command: str) -> str | None:
             f"gateway.tracing needs OpenTelemetry's packages: {how_to_install('trace')}, "
             "or take gateway.tracing out of the deployment file"
         )
-    extra = "plan" if command in PLAN_COMMANDS else "gateway" if command in GATEWAY_COMMANDS else None
-    if package == "prfaas" or extra is None:
+    if package == "prfaas":
         return None
+    extra = "plan" if command in PLAN_COMMANDS else "gateway"
     return (
         f"`prfaas {command}` needs {_OWNERS[extra]} packages ({package} is missing): {how_to_install(extra)}"
     )
