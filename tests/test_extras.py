@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.cli.common import GATEWAY_COMMANDS, PLAN_COMMANDS
+from prfaas.cli.common import PLAN_COMMANDS
 from prfaas.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -265,7 +265,7 @@ def test_extras_that_pages_name_exist() -> None:
 def test_the_commands_that_need_an_extra_are_commands() -> None:
     known = {(each.name or each.callback.__name__) for each in app.registered_commands if each.callback}
     known |= {group.name for group in app.registered_groups if group.name}
-    assert set(PLAN_COMMANDS) | set(GATEWAY_COMMANDS) <= known
+    assert set(PLAN_COMMANDS) <= known
 
 
 def test_all_is_all() -> None:

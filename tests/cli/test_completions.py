@@ -34,6 +34,9 @@ def test_commands_and_names() -> None:
     assert {"status", "study", "explain"} <= set(offered(""))
     assert offered("study", "ab") == ["ablation"]
     assert set(POLICIES) <= set(offered("simulate", "paper.yaml", "--policy", ""))
+    assert "h200" in offered("profile", "--gpu", "")
+    assert "kimi-linear-h200" in offered("bandwidth", "kimi-linear", "--profile", "kimi")
+    assert "mooncake" in offered("plan", "paper.yaml", "--format", "")
 
 
 def test_instances_of_the_file_on_the_command_line() -> None:

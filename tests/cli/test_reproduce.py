@@ -109,4 +109,4 @@ def test_a_place_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run(monkeypatch, "reproduce", "--out", tmp_path / "no" / "page.md") == 2
-    assert "No such file or directory" in capsys.readouterr().err
+    assert "--out: there is no directory" in capsys.readouterr().err

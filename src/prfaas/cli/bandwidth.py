@@ -6,7 +6,7 @@ import typer
 
 from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes, named_model
 from prfaas.cli.common import AsJson, CliError, print_json
-from prfaas.cli.completions import model_names
+from prfaas.cli.completions import model_names, profile_names
 from prfaas.cli.option_groups import argument, option, with_options
 from prfaas.cli.trace_options import TraceAsked, beyond
 
@@ -25,7 +25,10 @@ def bandwidth(
     ),
     gpus: int = option(..., "GPUs of the prefill cluster.", min=1),
     profile: str | None = option(
-        None, "How fast an instance is; default: MODEL-h200, where there is one.", metavar="NAME|FILE"
+        None,
+        "How fast an instance is; default: MODEL-h200, where there is one.",
+        metavar="NAME|FILE",
+        autocompletion=profile_names,
     ),
     length: float | None = option(None, "Uncached length of every request, tokens. Default: 32768.", min=1),
     lognormal: str | None = option(

@@ -29,22 +29,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 # Heavy libraries that are only there with an engine installed.
 _ENGINE_MODULES = {"vllm", "torch", "transformers", "safetensors"}
 
-# The commands that need more than the base installation, by extra of pyproject.toml. tests/test_extras.py holds
-# them together.
+# The commands that need the planner's packages. What another one lacks is the gateway's.
 PLAN_COMMANDS = ("plan", "policies", "simulate", "study", "reproduce", "bandwidth", "profile")
-GATEWAY_COMMANDS = (
-    "up",
-    "serve",
-    "key",
-    "certs",
-    "doctor",
-    "demo",
-    "replay",
-    "engine",
-    "pool",
-    "monitoring",
-    "rollout",
-)
 _OWNERS = {"plan": "the planner's", "gateway": "the gateway's"}
 
 
@@ -87,9 +73,9 @@ def _missing(package: str, command: str) -> str | None:
             f"gateway.tracing needs OpenTelemetry's packages: {how_to_install('trace')}, "
             "or take gateway.tracing out of the deployment file"
         )
-    extra = "plan" if command in PLAN_COMMANDS else "gateway" if command in GATEWAY_COMMANDS else None
-    if package == "prfaas" or extra is None:
+    if package == "prfaas":
         return None
+    extra = "plan" if command in PLAN_COMMANDS else "gateway"
     return (
         f"`prfaas {command}` needs {_OWNERS[extra]} packages ({package} is missing): {how_to_install(extra)}"
     )
@@ -132,6 +118,14 @@ def new_file(folder: Path, name: str, *, force: bool) -> Path:
     if target.exists() and not force:
         raise CliError(f"{target} is there already; --force overwrites it")
     return target
+
+
+def check_target(path: Path | None, option_name: str) -> None:
+    """Raise CliError, before long work, for a file that could not be written after it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise CliError(f"{option_name}: there is no directory {path.absolute().parent}")
+    if path is not None and path.is_dir():
+        raise CliError(f"{option_name}: {path} is a directory; name a file")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -330,7 +324,7 @@ def fetch(admin: AdminAddress, path: str, method: str = "GET") -> dict[str, Any]
         if said.startswith("There is no GET"):
             said += " Operators' pages are at gateway.admin, by default the port after the gateway's."
         raise CliError(said) from None
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise CliError(f"no gateway answers at {url} ({reason}); start it: prfaas serve DEPLOYMENT") from None
     try:

@@ -1,4 +1,4 @@
-"""Shell completions: names of policies, models and recipes, and those in a deployment file.
+"""Shell completions: names of policies, models, GPUs, profiles and recipes, and those in a deployment file.
 
 Nothing here may fail or be slow: it runs at every press of the Tab key, and a file may be half written.
 """
@@ -24,6 +24,29 @@ def model_names() -> list[str]:
     from prfaas.core.kv.published import published_models
 
     return [each.kv_model.name for each in published_models()]
+
+
+def gpu_names() -> list[str]:
+    """Of GPUs that times are estimated for."""
+    from prfaas.core.latency.roofline import gpu_names
+
+    return list(gpu_names())
+
+
+def profile_names() -> list[str]:
+    """Of profiles that come with prfaas."""
+    from prfaas.core.latency.files import profile_names
+
+    return list(profile_names())
+
+
+def trace_formats() -> list[str]:
+    """Of recorded requests."""
+    from typing import get_args
+
+    from prfaas.core.workload.trace_columns import TraceFormat
+
+    return list(get_args(TraceFormat))
 
 
 def recipe_names() -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from prfaas.cli.common import CliError, ReadyTimeout, counted_progress
+from prfaas.cli.common import CliError, ReadyTimeout, check_target, counted_progress
 from prfaas.cli.completions import made_model_names
 from prfaas.cli.option_groups import argument, option, with_options
 
@@ -68,6 +68,7 @@ def demo(
     from prfaas.tools.demo.pays import run_burst
     from prfaas.tools.demo.pays.chart import print_burst
 
+    check_target(json_file, "--json")
     loaded = load_deployment(deployment or example_path("local.yaml"))
     if model is not None:
         loaded = _with_model(loaded, model)

@@ -47,6 +47,8 @@ from prfaas.core.shipped import page
 
 # More characters than any command's first sentence has.
 _WHOLE = 1000
+# Whatever is wrong with words on the command line; typer has no name for it that all its releases share.
+_USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 class _Overview(TyperGroup):
@@ -131,13 +133,31 @@ def main() -> None:
     sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     try:
         with _flushed():
-            app()
+            code = app(standalone_mode=False)
+    except _USAGE_ERROR as error:
+        _say_usage(error)
+        sys.exit(2)
     except Exception as error:
         text = sentence(error, next((word for word in sys.argv[1:] if not word.startswith("-")), ""))
         if text is None:
             raise
         print(f"prfaas: {text}", file=sys.stderr)
         sys.exit(2)
+    # What typer ends itself with, after help or Ctrl-C.
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _say_usage(error: Any) -> None:
+    """One line, as of all that a user can mend; the help of a command that was given nothing.
+
+    Help of inner commands is drawn on stdout before the error comes here, whose text is empty then.
+    """
+    text = error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(text, end="\n" if text else "")
+        return
+    command = getattr(error.ctx, "command_path", "prfaas")
+    print(f"prfaas: {' '.join(text.split()).rstrip('.')}; {command} --help says more", file=sys.stderr)
 
 
 @contextmanager

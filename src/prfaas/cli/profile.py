@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
-from prfaas.cli.common import AsJson, CliError, counted_progress, print_json
+from prfaas.cli.common import AsJson, CliError, check_target, counted_progress, print_json
+from prfaas.cli.completions import gpu_names, profile_names
 from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
@@ -28,12 +29,17 @@ _CONTEXT_TOKENS = 512
 class EstimateOptions:
     """What an estimate is made of, beside the model."""
 
-    gpu: str | None = option(None, "Estimate: the GPU, for example h200.")
+    gpu: str | None = option(None, "Estimate: the GPU, for example h200.", autocompletion=gpu_names)
     tp: int = option(1, "Estimate: GPUs that share every layer.", min=1)
     weights: str | None = option(None, "Estimate: bf16, fp8, int4, nvfp4, …; default: as in config.json.")
     kv_dtype: str | None = option(None, f"Estimate: {KV_DTYPE_HELP}")
     estimator: str = option("auto", "Estimate: auto, aiconfigurator (measured kernels) or roofline.")
-    beside: str | None = option(None, "Estimate: put it beside this measured profile.", metavar="PROFILE")
+    beside: str | None = option(
+        None,
+        "Estimate: put it beside this measured profile.",
+        metavar="PROFILE",
+        autocompletion=profile_names,
+    )
 
     def check_unused(self) -> None:
         """Raise CliError if one is given that says nothing about a server."""
@@ -118,8 +124,7 @@ def profile(
 
     from prfaas.core.latency.files import profile_text, save_profile
 
-    if out is not None and not out.absolute().parent.is_dir():
-        raise CliError(f"--out: there is no directory {out.absolute().parent}")
+    check_target(out, "--out")
     wanted = _numbers(lengths, "--lengths") if lengths is not None else None
     if wanted is not None and len(wanted) < 2:
         raise CliError("--lengths: give at least two, for example 1024,8192")

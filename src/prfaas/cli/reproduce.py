@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from prfaas.cli.common import AsJson, print_json, write_text
+from prfaas.cli.common import AsJson, check_target, print_json, write_text
 from prfaas.cli.option_groups import option, with_options
 
 
@@ -21,6 +21,7 @@ def reproduce(
     """
     from prfaas.cli.study_folder import own_module
 
+    check_target(out, "--out")
     tables = own_module("_reproduction")
     result = tables.reproduced()
     page = tables.reproduction_page(result)

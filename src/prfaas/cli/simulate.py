@@ -80,7 +80,7 @@ class ArrivalsAsked:
         metavar="SWING/S",
     )
     seed: int = _arrival_option(0, "Another seed, other traffic.", min=0)
-    seeds: int = _arrival_option(1, "So many seeds from this one on, with 95 % intervals.", min=1)
+    seeds: int = _arrival_option(1, "So many seeds from this one on, with 95 % intervals.", min=1, max=1000)
 
     def rate_rps(self, lambda_max_rps: float, length: LengthAsked) -> float:
         """The mean rate. Raises CliError for two, one that is none, or more requests than can be simulated."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prfaas.cli.common import CliError
+from prfaas.cli.completions import trace_formats
 from prfaas.cli.option_groups import options_of_panel
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class TraceAsked:
         None,
         "mooncake, qwen, azure, burstgpt, servegen, vllm, aiperf or jsonl, if the file doesn't tell.",
         "--format",
+        autocompletion=trace_formats,
     )
     columns: str | None = _option(
         None,

@@ -16,6 +16,7 @@ from prfaas.core.deployment.field_types import (
     Seconds,
     Size,
     SocketSeconds,
+    Whole,
 )
 from prfaas.core.deployment.section import ENGINES_AGAIN, LIVE, Section
 from prfaas.core.units import GIB, MIB
@@ -50,7 +51,7 @@ class EngineConfig(Section, on_change=ENGINES_AGAIN):
     """Host memory of a rank for KVCache that has arrived before the engine has blocks for it."""
     transfer_block_bytes: Annotated[Size, Field(alias="transfer_block", ge=64 * 1024, le=64 * MIB)] = MIB
     """Unit in which staging is handed out."""
-    prefix_cache_retention_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
+    prefix_cache_retention_tokens: Whole | None = None
     """Distance of the states that models with state or windows keep; left out: 256 on `cpu`, else vLLM's default."""
     extra_args: tuple[Arg, ...] = ()
     """Further options of `vllm serve`, after ours."""

@@ -206,6 +206,7 @@ HostName = Annotated[
 ]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 Positive = Annotated[int, Field(strict=True, gt=0, le=_MOST_COUNT)]
+Whole = Annotated[int, Field(strict=True, ge=0, le=_MOST_COUNT)]
 Seconds = Annotated[float, Field(strict=True, gt=0, le=_MOST_S, allow_inf_nan=False)]
 SocketSeconds = Annotated[float, Field(strict=True, gt=0, le=_MOST_SOCKET_S, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1)]

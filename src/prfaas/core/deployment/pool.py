@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from prfaas.core.deployment.field_types import GIVEN, Folder, Port, Seconds, Size, SizeOrZero, needs
+from prfaas.core.deployment.field_types import GIVEN, Folder, Port, Seconds, Size, SizeOrZero, Whole, needs
 from prfaas.core.deployment.section import POOLS_AGAIN, Section
 from prfaas.core.units import MIB
 
@@ -18,7 +18,7 @@ EvictionName = Literal["lru", "cost"]
 class PoolSettings(Section, on_change=POOLS_AGAIN):
     """What all pools of a deployment have in common."""
 
-    checkpoint_tokens: Annotated[int, Field(strict=True, ge=0)] = 32768
+    checkpoint_tokens: Whole = 32768
     """Distance of the linear states that are kept inside long prompts; 0: only at ends and where prompts part."""
     tenant_share: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.5
     """A tenant that fills more than this part of a pool loses its own pages first."""

@@ -73,6 +73,11 @@ def _gpus() -> Mapping[str, Gpu]:
     return {each.name: each for each in msgspec.json.decode(text, type=tuple[Gpu, ...])}
 
 
+def gpu_names() -> tuple[str, ...]:
+    """Of all GPUs that are known."""
+    return tuple(_gpus())
+
+
 def gpu(name: str) -> Gpu:
     """The GPU of this name, in any case.
 

@@ -197,6 +197,8 @@ def _object(path: Path, number: int, text: str) -> dict[str, Any]:
 def _in_one(path: Path, document: dict[str, Any]) -> Batch:
     columns = {name: cells for name, cells in document.items() if isinstance(cells, list)}
     count = max(map(len, columns.values()), default=0)
+    if not count:
+        raise WorkloadError(f"{path}: must be one object with a list of values for each column")
     kept = {name: cells for name, cells in columns.items() if len(cells) == count}
     return Batch(f"{path}: entry", range(1, count + 1), kept)
 

@@ -127,6 +127,8 @@ def guess_format(path: Path) -> TraceFormat:
     Raises:
         WorkloadError: it is none of those that are known, or the file can't be read.
     """
+    if not path.exists():
+        raise WorkloadError(f"{path}: there is no such trace")
     name = path.name.lower()
     if name.endswith((".tar.gz", ".tgz", ".tar")):
         return "servegen"
