@@ -32,13 +32,13 @@ from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.http_pool import HttpPool, HttpTimes
 from prfaas.serving.gateway.intake import Intake
-from prfaas.serving.gateway.ledger import Entries, Ledger
-from prfaas.serving.gateway.metrics import Metrics
+from prfaas.serving.gateway.metrics import Metrics, StagingGauges
 from prfaas.serving.gateway.prompts.request import Tenants
 from prfaas.serving.gateway.prompts.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.prompts.validation import Validation
-from prfaas.serving.gateway.request_log import RequestLog
+from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
 from prfaas.serving.gateway.routes import Routes, http_logger
+from prfaas.serving.gateway.told_requests import LedgerEntries
 from prfaas.serving.gateway.ways.first_token import FirstTokenRules
 from prfaas.serving.gateway.ways.kv_transfer import KvTransfers
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
@@ -47,6 +47,7 @@ from prfaas.serving.gateway.ways.pull import PulledHop
 from prfaas.serving.gateway.ways.push import PrefillHop
 from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
 from prfaas.serving.kv_ports import KvPorts
+from prfaas.serving.ledger_file import Ledger
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.running_deployment import RunningDeployment
@@ -69,9 +70,6 @@ _LOOP_WATCH_S = 0.2
 # Of one header, as long as the tokens of some proxies.
 _MAX_HEADER_BYTES = 64 << 10
 _LINGERING_S = 2.0
-_QUEUE_WATCH_S = 1.0
-_STAGING_WATCH_S = 2.0
-_STAGING_ANSWER_S = 1.0
 CERTIFICATES_S = 60.0
 """Between two looks at the certificates."""
 
@@ -155,16 +153,17 @@ class Gateway:
         prefill = self._prefills(key, context)
         self._shadow = Shadow(context)
         self._tracing = _tracing(deployment, self._metrics)
-        self._ledger = None
-        if config.ledger is not None:
-            entries = Entries(running, plane.cluster_state.view)
-            self._ledger = Ledger(config.ledger, entries, self._metrics.ledger_lost.inc)
-        keep = None if self._ledger is None else self._ledger.add
-        log = RequestLog(options.kept_records, self._metrics, self._tracing, keep)
-        self._admission = Admission(running, plane.waits)
+        ledger = config.ledger
+        self._ledger = None if ledger is None else Ledger(ledger, self._metrics.ledger_lost.inc)
+        self._entries = LedgerEntries(running, plane.cluster_state.view)
+        log = RequestLog(options.kept_records, self._metrics, self._tracing, self._keep)
+        admission = Admission(running, plane.waits)
+        self._metrics.queue_wait_seconds.set_function(lambda: admission.queue_s)
+        self._metrics.queue_limit_seconds.set_function(lambda: admission.queue_limit_s)
+        plane.listeners.told.append(StagingGauges(self._metrics, plane.loop_clock).told)
         generation = Generation(
             context,
-            intake=Intake(context, tenants=self._tenants, admission=self._admission, log=log),
+            intake=Intake(context, tenants=self._tenants, admission=admission, log=log),
             tokenization=self._tokenization,
             validation=Validation(context),
             prefill=prefill,
@@ -194,6 +193,12 @@ class Gateway:
         prefixes = PrefixMoves(push, self._copier, self._tenants, context)
         remote = RemotePrefills(push, pull, prefixes, context)
         return PrefillOrchestrator(remote, prefixes, self._first_tokens, context)
+
+    def _keep(self, record: RequestRecord, total_s: float) -> None:
+        """A request has ended after so many seconds: it gets its row where there is a ledger."""
+        row = None if self._ledger is None else self._entries.of(record, total_s)
+        if self._ledger is not None and row is not None:
+            self._ledger.add(row)
 
     def _watch(self, deployment: Deployment) -> None:
         """Have transfers to every instance waited for."""
@@ -227,25 +232,6 @@ class Gateway:
             due_s = clock() + _LOOP_WATCH_S
             await asyncio.sleep(_LOOP_WATCH_S)
             self._metrics.loop_lag_seconds.observe(max(clock() - due_s, 0.0))
-
-    async def watch_staging(self) -> None:
-        """Ask how much staging is in use, until cancelled. Of an instance that does not answer nothing is shown."""
-        used_bytes, total_bytes = self._metrics.staging_used_bytes, self._metrics.staging_bytes
-        while True:
-            await asyncio.sleep(_STAGING_WATCH_S)
-            uses = await self._transfers.staging(_STAGING_ANSWER_S)
-            used_bytes.clear()
-            total_bytes.clear()
-            for name, use in uses.items():
-                used_bytes.labels(name).set(use.used_bytes)
-                total_bytes.labels(name).set(use.total_bytes)
-
-    async def watch_queue(self) -> None:
-        """Predict what a new request would wait, until cancelled."""
-        while True:
-            self._metrics.queue_wait_seconds.set(self._admission.queue_s)
-            self._metrics.queue_limit_seconds.set(self._admission.queue_limit_s)
-            await asyncio.sleep(_QUEUE_WATCH_S)
 
     async def close(self) -> None:
         """Wait for the abandonments under way, and end connections and threads."""
@@ -353,9 +339,7 @@ async def _serve(
             "LivePlane": plane.run,
             "introduction": gateway.introduce,
             "event loop": gateway.watch_loop,
-            "staging": gateway.watch_staging,
             "StateHistory": gateway.history.run,
-            "queue": gateway.watch_queue,
             "CertificateWatch": gateway.watch_certificates,
             "idle clients": partial(_close_idle_clients, server, gateway.descriptors),
         }

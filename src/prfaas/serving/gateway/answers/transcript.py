@@ -1,6 +1,7 @@
 """A stream as the client has it so far, and another engine's stream rewritten as the rest of it."""
 
 import asyncio
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,12 @@ import orjson
 from tokenizers import Tokenizer
 
 from prfaas.core.sse import SseParser
+from prfaas.serving.gateway.answers.answer_bytes import TakenIds
+from prfaas.serving.gateway.answers.streams import ResponseWriter
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.prompts.prompt import Endpoint
+from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 
 # Enough of what comes before to see whether the text's first token would have been written another way there.
 _CONTEXT_TOKENS = 16
@@ -77,6 +81,15 @@ class AnswerText:
             tokenizer.no_padding()
             self._tokenizer = tokenizer
         return self._tokenizer
+
+
+class CannotResumeError(Exception):
+    """The stream can't be resumed."""
+
+    def __init__(self, outcome: str) -> None:
+        """`outcome`: why, in one word."""
+        super().__init__(outcome)
+        self.outcome = outcome
 
 
 class NotPlainError(ValueError):
@@ -181,7 +194,7 @@ class StreamTranscript:
             self.usage = usage or self.usage
             return self._event(event, [], usage)
         choice = self._continued(choice)
-        if choice.get("delta") == {} and choice.get("finish_reason") is None:
+        if choice.get("delta") == {} and choice.get("finish_reason") is None and not choice.get("token_ids"):
             return b""
         if self.stops is not None:
             self._stopped(choice, self.stops, may_stop)
@@ -253,6 +266,35 @@ class StreamTranscript:
         if usage is not None or "usage" in event:
             told["usage"] = usage
         return DATA + orjson.dumps(told) + END_OF_EVENT
+
+
+@dataclass(slots=True, kw_only=True)
+class BegunAnswer:
+    """An answer of which the client has the beginning, and which an engine is to continue."""
+
+    request: ServingRequest
+    prompt: TokenizedPrompt
+    transcript: StreamTranscript
+    ids: TakenIds
+    writer: ResponseWriter
+    failed: list[str]
+    """All decode engines that have failed this request."""
+
+    @property
+    def includes_stop(self) -> bool:
+        """Whether the client is to have the stop string that ends the answer."""
+        return self.request.body.get("include_stop_str_in_output") is True
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRest:
+    """What an engine is asked for to continue an answer."""
+
+    request: ServingRequest
+    token_ids: "array[int]"
+    """The prompt and the answer so far."""
+    sent_tokens: int
+    """Tokens of the answer so far."""
 
 
 def events(written: bytes) -> Iterator[Json | None]:
