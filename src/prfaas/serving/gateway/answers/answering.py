@@ -6,7 +6,7 @@ prefill, an engine continues the stream from the tokens so far, or the stream en
 
 import time
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import orjson
@@ -78,7 +78,7 @@ class Answering:
         self._decode_attempts = context.options.decode_attempts
         self._decoder = Decoder(prefill, context)
         self._answer_text = AnswerText(context.running.current.model.path)
-        self._called = CalledAnswers(context)
+        self._called = CalledAnswers(tokenization, context)
 
     async def answer(
         self,
@@ -89,8 +89,8 @@ class Answering:
     ) -> web.StreamResponse:
         """Pass the answer on to the client, within the time that it gave. Raises ApiError."""
         is_compared = self._shadow.wants(request, ready)
-        # Streams tell their ids in any case.
-        asked = _telling_ids(request) if is_compared and request.body.get("stream") is not True else request
+        # Its engine tells the ids of what might be resumed.
+        asked = replace(request, resumes=True) if is_compared else request
         try:
             async with admitted.in_time():
                 response = await self._decode(asked, ready, writer)
@@ -100,7 +100,7 @@ class Answering:
             ids = writer.ids.ids if writer.ids is not None else ()
             if isinstance(response, web.Response) and isinstance(response.body, bytes) and not ids:
                 answer, ids = taken_of_whole(response.body)
-                response.body = response.body if asked is request else answer
+                response.body = response.body if request.body.get("return_token_ids") else answer
             # Some of what was transferred is computed again elsewhere, later.
             self._shadow.compare(request, ready, ids if response.status == 200 else ())
         return response
@@ -335,10 +335,9 @@ class Answering:
         least_tokens = begun.request.body.get("min_tokens") or 0
         async with self._decoder.stream(rest.request, ready) as stream:
             while chunk := await stream.read():
+                told: Iterable[Json | None] = _one_by_one(chunk, taken)
                 if rest.request.endpoint is Endpoint.GENERATE:
                     told = await self._called.told(chunk, begun, ready.decode)
-                else:
-                    told = _one_by_one(chunk, taken)
                 for event in told:
                     if event is None:
                         transcript.ended = True
@@ -360,12 +359,6 @@ def _one_by_one(chunk: bytes, taken: TakenIds) -> Iterator[Json | None]:
     """A stream's events, whose ids are taken with each: tokens behind a stop string are none of the answer's."""
     for raw in chunk.split(END_OF_EVENT):
         yield from events(taken.take(raw + END_OF_EVENT))
-
-
-def _telling_ids(request: ServingRequest) -> ServingRequest:
-    if request.body.get("return_token_ids"):
-        return request
-    return replace(request, body={**request.body, "return_token_ids": True})
 
 
 def _unanswered(failure: EngineCallError, decode: str) -> ApiError:

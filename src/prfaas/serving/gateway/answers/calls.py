@@ -10,23 +10,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import orjson
 
 from prfaas.serving.gateway.answers.transcript import AnswerRest, BegunAnswer, CannotResumeError, events
 from prfaas.serving.gateway.bodies import Json, dump_body, ids_json
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.engine_client import EngineCallError, accuse
+from prfaas.serving.gateway.engine_client import Blame, EngineCallError
 from prfaas.serving.gateway.prompts.prompt import Endpoint, stop_strings, wants_usage
+from prfaas.serving.gateway.prompts.tokenization import Tokenization
 
 _PAUSE_S = 0.1
 _IN_CALL = "in-call"
 _CHUNK = "chat.completion.chunk"
 
 
+class _Choice(msgspec.Struct):
+    delta: dict[str, Any]
+
+
+class _Chunk(msgspec.Struct):
+    choices: tuple[_Choice]
+
+
+class _State(msgspec.Struct):
+    last_tool_call_ids: list[str]
+
+
+class _Derendered(msgspec.Struct):
+    """What is used of an answer of `/derender`."""
+
+    chunk: _Chunk
+    stream_state: _State
+
+
 class CalledAnswers:
     """Continues answers in which tools have been called."""
 
-    def __init__(self, context: GatewayContext) -> None:
+    def __init__(self, tokenization: Tokenization, context: GatewayContext) -> None:
+        self._tokenization = tokenization
         self._plane = context.plane
         self._client = context.client
         self._timeout_s = context.options.tokenize_timeout_s
@@ -40,19 +62,17 @@ class CalledAnswers:
         # What comes as tokens is searched for no stop string, and its log probabilities are not told on.
         if body.get("logprobs") or stop_strings(begun.request.body):
             raise CannotResumeError(_IN_CALL)
-        engine = self._plane.router.at_decode(0, avoid=begun.failed).decode
         try:
-            rendered = await self._ask(engine, Endpoint.RENDER_CHAT, body, request.headers)
-        except EngineCallError as failure:
-            accuse(self._plane, engine, failure)
-            begun.failed.append(engine)
-            return await self.in_tokens(begun, rest)
-        if rendered["sampling_params"].get("structured_outputs"):
+            (rendered,) = await self._tokenization.rendered(request)
+        except EngineCallError:
+            raise CannotResumeError(_IN_CALL) from None
+        sampling = rendered.sampling_params or {}
+        if sampling.get("structured_outputs"):
             raise CannotResumeError(_IN_CALL)
         asked: Json = {
             "model": request.model,
             "token_ids": rest.token_ids,
-            "sampling_params": rendered["sampling_params"],
+            "sampling_params": sampling,
             "stream": True,
             "stream_options": {"include_usage": wants_usage(body)},
         }
@@ -103,28 +123,29 @@ class CalledAnswers:
             "prompt_token_ids": orjson.Fragment(ids_json(begun.prompt.token_ids)),
             "chat_request": request.body,
         }
-        answer = await self._ask(engine, Endpoint.DERENDER_CHAT, asked, request.headers)
-        taken.calls = answer["stream_state"]["last_tool_call_ids"]
+        answer = await self._ask(engine, asked, request.headers)
+        taken.calls = answer.stream_state.last_tool_call_ids
         if by_itself:
             # As vLLM says it of a chat; it derenders any other reason so too.
             ended["finish_reason"] = "tool_calls"
         elif ended["finish_reason"] is None:
             del ended["stop_reason"]
-        delta = _without_nulls(answer["chunk"]["choices"][0]["delta"])
+        delta = _without_nulls(answer.chunk.choices[0].delta)
         told_ids = ids if taken.is_asked else None
         return {"index": 0, "delta": delta, "logprobs": None, **ended, "token_ids": told_ids}
 
-    async def _ask(self, engine: str, endpoint: Endpoint, body: Json, headers: Mapping[str, str]) -> Json:
+    async def _ask(self, engine: str, body: Json, headers: Mapping[str, str]) -> _Derendered:
         """Raises EngineCallError, and CannotResumeError for a refusal: every engine would refuse it."""
-        instance, raw = self._plane.members.instance(engine), dump_body(body)
+        instance, path = self._plane.members.instance(engine), Endpoint.DERENDER_CHAT.path
         try:
-            answer = await self._client.call(instance, endpoint.path, raw, headers, self._timeout_s)
+            answer = await self._client.call(instance, path, dump_body(body), headers, self._timeout_s)
+            return msgspec.json.decode(answer, type=_Derendered)
         except EngineCallError as failure:
             if failure.is_clients_fault:
                 raise CannotResumeError(_IN_CALL) from None
             raise
-        parsed: Json = orjson.loads(answer)
-        return parsed
+        except ValueError as error:
+            raise EngineCallError(engine, "garbled", f"{path} says: {error}", blame=Blame.NONE) from None
 
 
 def _without_nulls(value: Any) -> Any:

@@ -16,11 +16,10 @@ from aiohttp import HttpVersion11, web
 from prfaas.serving.gateway.answers.answer_bytes import (
     PromptCut,
     TakenIds,
-    note_answer_tokens,
     safe_end,
     without_cached_tokens,
 )
-from prfaas.serving.gateway.bodies import ApiError, without_transfer_params
+from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call, is_ending
 from prfaas.serving.gateway.http_pool import EngineResponse
@@ -180,16 +179,6 @@ class EventStream:
             return chunk
         self.failure = event
         return chunk[:begin]
-
-
-async def read_whole(response: EngineResponse, instance: str, record: RequestRecord) -> WholeAnswer:
-    """All of `response`. Raises EngineCallError."""
-    try:
-        body = await response.read()
-    except OSError as error:
-        raise failed_call(instance, error, begun=True) from error
-    note_answer_tokens(record, body)
-    return WholeAnswer(response.status, without_transfer_params(body), response.content_type)
 
 
 class ResponseWriter:
