@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from .asked_shapes import check_ids
 from .shimmed import with_shims
 from .stack import MODEL, PATIENCE_S, Stack, call, prompt, running, wait_until, write_deployment
 
@@ -121,6 +122,12 @@ def test_a_client_gets_the_bytes_that_the_engine_sends_without_ids(stack: Stack,
         assert forms(passed) == forms(plain)
     asked = raw_stream(stack, "gateway", path, body | {"return_token_ids": True})
     assert b'"token_ids":[' in asked and b'"prompt_token_ids":[' in asked
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages"])
+def test_prompts_of_all_shapes_are_known_by_the_engines_ids(stack: Stack, path: str) -> None:
+    """With parsers, which adjust requests."""
+    check_ids(stack, path)
 
 
 @pytest.mark.shows(model="qwen3", what="a decode engine that dies")

@@ -49,7 +49,6 @@ def finish_reasons(tail: bytes) -> list[str]:
 _DETAILS = re.compile(rb'("(?:prompt|input)_tokens_details":\s?)(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 _MESSAGE_USAGE = re.compile(rb'("usage":\s?)(\{[^{}]*"cache_[^{}]*\})')
 _NUMBER = re.compile(rb"\d+")
-_LONGEST_BYTES = 1024
 
 
 def without_cached_tokens(answer: bytes) -> bytes:
@@ -57,12 +56,6 @@ def without_cached_tokens(answer: bytes) -> bytes:
     if b'"cache' not in answer:
         return answer
     return _MESSAGE_USAGE.sub(_whole_input, _DETAILS.sub(_nothing_cached, answer))
-
-
-def safe_end(event: bytes) -> int:
-    """Where an event may be cut so that no usage is, in case that it goes on."""
-    found = event.find(b'_tokens_details"', max(len(event) - 2 * _LONGEST_BYTES, 0))
-    return max((len(event) if found < 0 else found) - _LONGEST_BYTES, 0)
 
 
 def _nothing_cached(match: re.Match[bytes]) -> bytes:

@@ -381,8 +381,6 @@ def _broken_stream(
     """What is known of a broken stream. Raises CannotResumeError."""
     if not isinstance(ready, DecidedRequest) or writer.ids is None:
         raise CannotResumeError("parameters")
-    if writer.is_torn:
-        raise CannotResumeError("not-kept")
     try:
         transcript = StreamTranscript.of(request.endpoint, writer.ids.latest + writer.latest)
     except NotPlainError:
