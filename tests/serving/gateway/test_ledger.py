@@ -97,9 +97,9 @@ def test_money_is_of_the_files_prices(tmp_path: Path) -> None:
         attempt.decision, prefill="far-0", decode="home-d0", other=OtherWay("home-p0", 30_000, 9.0)
     )
     attempt.moved = TransferredBytes(total_bytes=3 * 10**9, overlapped_bytes=10**9, spared_bytes=10**9)
-    bill.add(record, "far-0", "home-d0", attempt.moved.sent_bytes)
+    bill.add(record, "far", "home", attempt.moved.sent_bytes)
     # Inside a cluster nothing is paid.
-    bill.add(record, "home-p0", "home-d0", 10**9)
+    bill.add(record, "home", "home", 10**9)
     row = entries.of(record, 5.0)
     assert row is not None and row.other_gpu_s is not None
     assert (row.kv_bytes, row.hidden_bytes, row.egress_bytes) == (3 * 10**9, 10**9, 2 * 10**9)

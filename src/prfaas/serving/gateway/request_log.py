@@ -314,9 +314,6 @@ class RequestLog:
         """The newest records, newest first; `limit` at most."""
         return list(islice(reversed(self._records.values()), limit))
 
-    def __len__(self) -> int:
-        return len(self._records)
-
 
 def _outcome(status: int) -> str:
     return "ok" if status < 400 else "client_error" if status < 500 else "engine_error"

@@ -317,15 +317,10 @@ class EgressBill:
     def __init__(self, running: RunningDeployment, metrics: Metrics) -> None:
         self._cost = metrics.egress_cost
         self._running = running
-        self._cluster_of: dict[str, str] = {}
-        self._learn()
 
     def add(self, record: RequestRecord, source: str, target: str, num_bytes: int) -> None:
-        """Bytes of a request have gone from an instance or a pool to another one. Who has left meanwhile is counted
-        still."""
-        if not {source, target} <= self._cluster_of.keys():
-            self._learn()
-        link = self._running.current.link(self._cluster_of[source], self._cluster_of[target])
+        """Bytes of a request have gone from one cluster to another, or stayed in it."""
+        link = self._running.current.link(source, target)
         if link is None:
             return
         record.egress_bytes += num_bytes
@@ -333,8 +328,3 @@ class EgressBill:
             cost = num_bytes * (link.egress_per_gb / GB)
             record.egress_cost += cost
             self._cost.labels(link.name).inc(cost)
-
-    def _learn(self) -> None:
-        current = self._running.current
-        self._cluster_of |= {instance.name: instance.cluster for instance in current.instances}
-        self._cluster_of |= {pool.name: pool.cluster for pool in current.pools}

@@ -87,7 +87,7 @@ class PrefixMoves:
         if result.reason:
             request.record.note(f"a prefix of pool {wanted.source} did not come whole: {result.reason}")
         self._note(request, result.outcome, result.copied_bytes)
-        self.bill.add(request.record, wanted.source, pool.name, result.copied_bytes)
+        self.bill.add(request.record, source.cluster, pool.cluster, result.copied_bytes)
         told: dict[str, AttributeValue] = {
             "prfaas.kv.producer": wanted.source,
             "prfaas.kv.consumer": pool.name,
@@ -128,7 +128,8 @@ class PrefixMoves:
         self._note(request, outcome, 0 if done is None else done.moved.total_bytes)
         if done is not None:
             request.record.prefix_moved = done.moved
-            self.bill.add(request.record, wanted.source, decision.prefill, done.moved.sent_bytes)
+            source, target = (self._plane.members.instance(name) for name in (spec.producer, spec.consumer))
+            self.bill.add(request.record, source.cluster, target.cluster, done.moved.sent_bytes)
             request.record.took("cache_transfer", done.transfer_s)
         return done
 

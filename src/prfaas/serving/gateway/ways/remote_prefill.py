@@ -214,7 +214,8 @@ class RemotePrefills:
         metrics.prefill_seconds.labels(route).observe(done.prefill_s)
         metrics.transfer_seconds.labels(route).observe(done.transfer_s)
         metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
-        self._prefixes.bill.add(request.record, decision.prefill, decision.decode, done.moved.sent_bytes)
+        source, target = (self._plane.members.instance(name) for name in (decision.prefill, decision.decode))
+        self._prefixes.bill.add(request.record, source.cluster, target.cluster, done.moved.sent_bytes)
         metrics.overlapped_bytes.labels(route).inc(done.moved.overlapped_bytes)
         # Both begin at once, and the transfer has just ended.
         begun_s = time.perf_counter() - done.transfer_s
