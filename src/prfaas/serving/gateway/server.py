@@ -158,8 +158,8 @@ class Gateway:
         self._entries = LedgerEntries(running, plane.cluster_state.view)
         log = RequestLog(options.kept_records, self._metrics, self._tracing, self._keep)
         admission = Admission(running, plane.waits)
-        self._metrics.queue_wait_seconds.set_function(lambda: admission.queue_s)
-        self._metrics.queue_limit_seconds.set_function(lambda: admission.queue_limit_s)
+        self._metrics.queue_wait_seconds.set_function(plane.waits.least)
+        self._metrics.queue_limit_seconds.set_function(lambda: running.current.gateway.limits.queue_s)
         plane.listeners.told.append(StagingGauges(self._metrics, plane.loop_clock).told)
         generation = Generation(
             context,

@@ -133,7 +133,7 @@ def test_a_story_and_its_rest_read_as_one_answer(text: str, data: st.DataObject)
         assert event is not None
         told += story.rewrite(event | {"id": "b", "model": "other"}, 5, 3, may_stop=True)
     heard = [event for event in events(told) if event]
-    assert "".join(event["choices"][0]["text"] for event in heard) == text == story.text
+    assert "".join(event["choices"][0]["text"] for event in heard) == text
     assert {(event["id"], event["model"]) for event in heard} == {("a", "m")}
     assert heard[-1]["choices"][0]["finish_reason"] == "stop" and story.finish_reason == "stop"
     assert heard[-1]["choices"][0]["stop_reason"] == "#"

@@ -5,7 +5,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 from tokenizers import Tokenizer
@@ -147,12 +146,8 @@ class StreamTranscript:
     """The latest event with a choice. Later events take its form."""
     choice: Json
     """The choice of that event."""
-    text: str = ""
-    """The text of all events that were noted."""
     finish_reason: str | None = None
     """Why the answer ended; None: the client has not been told yet."""
-    stop_reason: Any = None
-    """The stop string or token that ended it."""
     usage: Json | None = None
     """The latest usage; None: the client has none yet."""
     ended: bool = False
@@ -228,9 +223,9 @@ class StreamTranscript:
             self.finish_reason = self.finish_reason or "stop"
             return
         self.event, self.choice = event, choice
-        self.text += said_in(choice)
-        if choice.get("finish_reason") is not None:
-            self.finish_reason, self.stop_reason = choice["finish_reason"], choice.get("stop_reason")
+        # Raises for what is none.
+        said_in(choice)
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def _continued(self, choice: Json) -> Json:
         """A choice of the rest as one of this stream: it begins no answer."""
