@@ -469,14 +469,15 @@ class StandInEngine:
         if not self.renders:
             return web.json_response({"error": {"message": "not enabled", "code": 403}}, status=403)
         state, (choice,) = body["stream_state"], body["generate_chunk"]["choices"]
-        before, ids = state["output_token_ids"], choice["token_ids"]
+        before, ids, called = state["output_token_ids"], choice["token_ids"], [*state["last_tool_call_ids"]]
         assert sum(state["output_chunk_lens"]) == len(before) and 0 not in state["output_chunk_lens"]
         assert body["prompt_token_ids"] == self._ids(body["chat_request"])
         pieces = [self.tokenizer.decode([one]) for one in ids]
-        delta = delta_of(pieces, len(before), self.calls_after, state["last_tool_call_ids"])
-        state |= {
+        delta = delta_of(pieces, len(before), self.calls_after, called)
+        state = state | {
             "output_token_ids": before + ids,
             "output_chunk_lens": [*state["output_chunk_lens"], *filter(None, [len(ids)])],
+            "last_tool_call_ids": called,
         }
         said = {"index": 0, "delta": {"role": None, "content": None} | delta}
         return web.json_response({"chunk": {"choices": [said]}, "stream_state": state})

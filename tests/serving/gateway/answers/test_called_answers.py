@@ -12,7 +12,7 @@ from prfaas.serving.gateway.answers import calls
 from prfaas.serving.gateway.answers.answer_bytes import TakenIds
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 
-from ..stand_in import CALL_TOKENS, DERENDER
+from ..stand_in import CALL_TOKENS, DERENDER, StandInEngine
 from ..world import World
 from .test_decode_deaths import CHAT, stream
 
@@ -56,6 +56,11 @@ def unnamed(called: dict[int, dict[str, str]]) -> dict[int, dict[str, str]]:
     return {index: call | {"id": ""} for index, call in called.items()}
 
 
+def states(engine: StandInEngine) -> list[dict[str, Any]]:
+    """Of what it was asked to derender."""
+    return [seen.body["stream_state"] for seen in engine.seen if seen.path == DERENDER]
+
+
 def prepare(world: World) -> None:
     for engine in world.engines:
         engine.calls_after = CALLS_AFTER
@@ -79,6 +84,7 @@ def test_a_call_goes_on_where_it_broke(in_world: InWorld, dies_after: int, fault
         (asked,) = [seen for seen in world.spare.seen if seen.path == "/inference/v1/generate"]
         assert asked.body["sampling_params"]["max_tokens"] == TOKENS - dies_after
         assert world.spare.loaded == [len(asked.body["token_ids"]) - 1]
+        assert list(asked.body["kv_transfer_params"]) == ["prfaas"]
         assert await world.metric(CONTINUED % "continued") == 1
 
     in_world(body, spare=True)
@@ -126,9 +132,27 @@ def test_a_second_engine_that_dies_in_a_call_is_followed_by_a_third(in_world: In
         world.decode.dies_after, world.spare.dies_after = 5, 5
         world.spare.chunk_s = 0.02
         _, broken = await stream(world, CHATS, ASKED)
-        assert unnamed(read(broken)[1]) == unnamed(read(whole)[1]) and read(broken)[3] == read(whole)[3]
+        called = read(broken)[1]
+        assert unnamed(called) == unnamed(read(whole)[1]) and read(broken)[3] == read(whole)[3]
+        # The third one is told of both calls that have begun: its own parser would name them anew.
+        assert world.third is not None
+        state = states(world.third)[0]
+        assert state["last_tool_call_ids"] == [called[index]["id"] for index in range(2)]
 
     in_world(body, spare=True, third=True)
+
+
+def test_the_answer_is_read_again_in_the_steps_in_which_it_came(in_world: InWorld) -> None:
+    """What a parser makes of tokens may depend on which of them come together."""
+
+    async def body(world: World) -> None:
+        assert world.spare is not None
+        prepare(world)
+        world.decode.joins, world.decode.dies, world.decode.dies_after = 3, "mid-stream", 9
+        _, broken = await stream(world, CHATS, ASKED)
+        assert states(world.spare)[0]["output_chunk_lens"] == [3, 3, 3] and broken[-1] is None
+
+    in_world(body, spare=True)
 
 
 @pytest.mark.parametrize("fields", [{"stop": ["never"]}, {"logprobs": True}], ids=str)
