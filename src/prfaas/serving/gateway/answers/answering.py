@@ -225,12 +225,12 @@ class Answering:
         is_chat = begun.request.endpoint is Endpoint.CHAT
         prompt = TokenizedPrompt(rest.token_ids, early.prompt.chains, is_chat)
         try:
-            ready = await self._prefill.loadable(early, rest.request, prompt)
+            ready: ReadyRequest = await self._prefill.loadable(early, rest.request, prompt)
         except HopFailedError as failure:
             avoid = () if failure.hopeless else (early.decision.prefill,)
             prompt = await self._tokenization.hash_blocks(rest.request, rest.token_ids)
             try:
-                ready = await self._prefill.prepare_near(rest.request, prompt, avoid, failure.reason)
+                ready = await self._prefill.prepare_again(rest.request, prompt, avoid, failure.reason)
             except NoDecodeInstanceError:
                 raise CannotResumeError("no-instance") from None
         begun.request.record.sent(ready.header())

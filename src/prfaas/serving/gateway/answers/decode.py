@@ -62,7 +62,7 @@ class Decoder:
         async with self.open(request, ready) as answer:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
-                cut = PromptCut() if writer.ids is not None and not _wants_ids(request) else None
+                cut = None if writer.ids is None or writer.ids.is_asked else PromptCut()
                 stream = EventStream(answer, ready.decode, writer.dialect, cut=cut, ids=writer.ids)
                 note_answer_tokens(request.record, await writer.relay(stream, kind))
                 if stream.refused_status is not None:
@@ -200,15 +200,11 @@ def _tells_ids(request: ServingRequest) -> bool:
     return request.resumes and not request.has_media and not isinstance(request.prompt, DirectPrompt)
 
 
-def _wants_ids(request: ServingRequest) -> bool:
-    return request.body.get("return_token_ids") is True
-
-
 def _taken_of(request: ServingRequest) -> TakenIds | None:
     """Where the token ids of a stream go; None: it has none."""
     if not _tells_ids(request):
         return None
-    return TakenIds(request.endpoint, is_asked=_wants_ids(request))
+    return TakenIds(request.endpoint, is_asked=request.body.get("return_token_ids") is True)
 
 
 async def _put_an_end_to(asking: "asyncio.Task[EngineResponse]") -> None:
