@@ -22,8 +22,8 @@ from prfaas.serving.transport.requests import CopyOrder, CopyResult, PeerRequest
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket, load_key
 
-from .stand_in import answer_text
 from . import world as worlds
+from .stand_in import answer_text
 from .world import HASTY, World
 
 InWorld = Callable[..., None]
