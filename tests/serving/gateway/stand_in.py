@@ -677,7 +677,8 @@ class StandInEngine:
             }
             await say([opens], prompt_token_ids=ids if tells_ids else None)
         answer = generated(ids, body, count, self.end, self.blank)
-        count, called = len(answer.pieces), []
+        count = len(answer.pieces)
+        called: list[str] = []
         names_tokens = body.get("return_tokens_as_token_ids")
         for first in range(0, count, self.joins):
             indices = range(first, min(first + self.joins, count))
