@@ -52,7 +52,6 @@ from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.secret_files import load_token
-from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -127,8 +126,7 @@ class Gateway:
         silence_s, clock = deployment.transfer.silence_s, plane.loop_clock
         self._kv_ports = KvPorts(GATEWAY, key, tls, silence_s, clock)
         self._transfers = KvTransfers({}, clock)
-        self._watch(deployment)
-        self._forgetting = BackgroundTasks()
+        self._transfers.follow(deployment.instances, self._kv_ports.of_ranks)
         self._metrics = Metrics(process.registry)
         self.watch_certificates = partial(watch_certificates, running, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
@@ -200,18 +198,11 @@ class Gateway:
         if self._ledger is not None and row is not None:
             self._ledger.add(row)
 
-    def _watch(self, deployment: Deployment) -> None:
-        """Have transfers to every instance waited for."""
-        for instance in deployment.instances:
-            self._transfers.add(instance.name, self._kv_ports.of_ranks(instance), instance.rank_grid.stages)
-
     def follow(self, _before: AppliedDeployment, applied: AppliedDeployment) -> None:
         """Serve another deployment from now on. What is open goes on."""
         running, config = applied.running, applied.said.gateway
         self._http.times = replace(self._http.times, first_byte_s=config.first_byte_s, idle_s=config.idle_s)
-        self._watch(running)
-        for name in self._transfers.consumers.difference(instance.name for instance in running.instances):
-            self._forgetting.start(self._transfers.forget(name))
+        self._transfers.follow(running.instances, self._kv_ports.of_ranks)
         self.descriptors.reserved = _reserved_descriptors(running)
         self._tenants.adopt(running.security.tenant_header, running.security.tenant_weights)
         self._first_tokens.follow()
@@ -235,7 +226,6 @@ class Gateway:
 
     async def close(self) -> None:
         """Wait for the abandonments under way, and end connections and threads."""
-        await self._forgetting.finish()
         await self._shadow.close()
         for hop in self._hops:
             await hop.close()

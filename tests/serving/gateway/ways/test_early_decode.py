@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -267,13 +268,46 @@ class Told:
         self.abandoned.append(transfer_id)
 
 
+def members(**stages: int) -> Any:
+    """Instances with so many pipeline stages."""
+    return [SimpleNamespace(name=name, rank_grid=SimpleNamespace(stages=n)) for name, n in stages.items()]
+
+
+def test_nothing_waits_any_more_at_who_has_left() -> None:
+    closed = []
+
+    class Port:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def close(self) -> None:
+            closed.append(self.name)
+
+    async def main() -> None:
+        transfers = KvTransfers({})
+
+        def ranks_of(each: Any) -> Any:
+            return (Port(each.name),)
+
+        transfers.follow(members(home=1, east=1), ranks_of)
+        kept = transfers._watchers["home"]
+        transfers.follow(members(home=1, west=1), ranks_of)
+        assert transfers._watchers.keys() == {"home", "west"} and transfers._watchers["home"] is kept
+        await asyncio.sleep(0)
+        assert closed == ["east"]
+        await transfers.close()
+        assert sorted(closed) == ["east", "home", "west"]
+
+    asyncio.run(main())
+
+
 def test_each_stage_of_the_producer_sends_to_every_rank() -> None:
     async def main() -> None:
         ticket = a_ticket()
         home: Any = (Told(), Told())
         east: Any = (Told(), Told())
-        transfers = KvTransfers({"home": home})
-        transfers.add("east", east, stages=2)
+        transfers = KvTransfers({})
+        transfers.follow(members(home=1, east=2), lambda each: {"home": home, "east": east}[each.name])
         ids = [ticket.transfer_id, part_id(ticket.transfer_id, 1)]
         for rank in home:
             rank.statuses |= dict.fromkeys(ids, COMPLETE)

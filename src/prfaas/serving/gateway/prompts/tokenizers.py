@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Self
 
 import jinja2
 from jinja2.ext import loopcontrols
@@ -103,12 +103,6 @@ _SAMPLES = (
 )
 
 
-class Encoder(Protocol):
-    """Token ids (uint32) of a text, in which special tokens are recognised, as in vLLM. May be called in threads."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]": ...
-
-
 class ReferenceEncoder:
     """`tokenizers`, which vLLM itself uses for most models."""
 
@@ -136,6 +130,10 @@ class FastEncoder:
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         ids, _offsets = self._tokenizer.encode_batch_flat([text], add_special_tokens=add_special_tokens)
         return array("I", ids)
+
+
+Encoder = ReferenceEncoder | FastEncoder
+"""Token ids (uint32) of a text, in which special tokens are recognised, as in vLLM. May be called in threads."""
 
 
 def encoder_of(file: Path) -> Encoder:

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prfaas.core.deployment import LocalTransfer
+from prfaas.core.deployment import Instance, LocalTransfer
 from prfaas.core.kv.rank_shares import transfers_per_rank
 from prfaas.core.scheduling.decision import Decision
 from prfaas.core.units import GB
@@ -16,7 +16,7 @@ from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord, TransferredBytes
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.tasks import run_together
+from prfaas.serving.tasks import BackgroundTasks, run_together
 from prfaas.serving.transport.handover import is_by_nixl
 from prfaas.serving.transport.observer import Observer, OnSoon
 from prfaas.serving.transport.resume_points import common
@@ -112,22 +112,20 @@ class KvTransfers:
         self._stages: dict[str, int] = {}
         self._watchers = dict(watchers)
         self._clock = clock
+        self._closing = BackgroundTasks()
 
-    def add(self, consumer: str, watchers: tuple[Observer, ...], stages: int = 1) -> None:
-        """One more instance; nothing where it is there already."""
-        if self._watchers.setdefault(consumer, watchers) is watchers:
-            self._stages[consumer] = stages
-
-    async def forget(self, consumer: str) -> None:
-        """An instance has left: nothing waits for transfers there any more."""
-        self._stages.pop(consumer, None)
-        for watcher in self._watchers.pop(consumer, ()):
-            await watcher.close()
-
-    @property
-    def consumers(self) -> set[str]:
-        """All instances that transfers can be waited for at."""
-        return set(self._watchers)
+    def follow(
+        self, instances: Sequence[Instance], ranks_of: Callable[[Instance], tuple[Observer, ...]]
+    ) -> None:
+        """Transfers are waited for at these instances from now on, and at no others."""
+        for instance in instances:
+            if instance.name not in self._watchers:
+                self._watchers[instance.name] = ranks_of(instance)
+                self._stages[instance.name] = instance.rank_grid.stages
+        for name in self._watchers.keys() - {instance.name for instance in instances}:
+            self._stages.pop(name, None)
+            for watcher in self._watchers.pop(name):
+                self._closing.start(watcher.close())
 
     async def wait(
         self,
@@ -221,6 +219,7 @@ class KvTransfers:
         return True
 
     async def close(self) -> None:
+        await self._closing.finish()
         for ranks in self._watchers.values():
             for watcher in ranks:
                 await watcher.close()
