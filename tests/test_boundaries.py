@@ -19,7 +19,7 @@ PARSES_JSON = {
     # Bodies of clients.
     "serving/engines/synthetic/api_bodies.py",
     # The way of a request through the gateway: answers of engines, and files of the model.
-    *("serving/gateway/bodies.py", "serving/gateway/console.py", "serving/gateway/dialects.py"),
+    *("serving/gateway/bodies.py", "serving/gateway/dialects.py"),
     "serving/gateway/ways/first_token.py",
     *(
         "serving/gateway/ways/pull.py",

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from .asked_shapes import check_ids
+from .shimmed import with_shims
 from .stack import MODEL, PATIENCE_S, Stack, call, prompt, running, wait_until, write_deployment
 
 pytestmark = [
@@ -32,12 +34,27 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "reasoning": (CHAT, {**SAID, **LONG, **USAGE, "metadata": {"a": "b"}, "user": "me"}),
     "tools": (CHAT, {**SAID, **LONG, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}),
 }
+# What the model is made to answer: two calls, with something before each.
+CALL = '<tool_call>\n{"name": "pick", "arguments": %s}\n</tool_call>'
+ARGUMENTS = [
+    json.dumps({"note": "naïve 数字, " * 60}, ensure_ascii=False),
+    json.dumps({"second": [1, {"2": "{}"}], "rest": "x, " * 200}),
+]
+SCRIPT = f"Well, let me see.\n{CALL % ARGUMENTS[0]}\n{CALL % ARGUMENTS[1]}"
+SCRIPTED = {
+    "messages": [{"role": "user", "content": f"Say \x02{SCRIPT}\x03"}],
+    "tools": [TOOL],
+    "chat_template_kwargs": {"enable_thinking": False},
+    "temperature": 0,
+    **USAGE,
+}
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two engines that decode, with parsers of reasoning and tool calls."""
     parsers = ["--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    parsers += ["--logits-processors", "scripted:Scripted"]
     path = write_deployment(
         tmp_path_factory.mktemp("prfaas-test-decoder"),
         bandwidth="100 Mbit/s",
@@ -48,7 +65,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     document["model"]["tiny"] = "qwen3"
     document["clusters"][1]["instances"][0]["roles"] = ["decode"]
     path.write_text(json.dumps(document))
-    yield from running(path)
+    yield from running(path, with_shims("shims"))
 
 
 def opened(stack: Stack, name: str, path: str, body: dict[str, Any]) -> Any:
@@ -107,6 +124,12 @@ def test_a_client_gets_the_bytes_that_the_engine_sends_without_ids(stack: Stack,
     assert b'"token_ids":[' in asked and b'"prompt_token_ids":[' in asked
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages"])
+def test_prompts_of_all_shapes_are_known_by_the_engines_ids(stack: Stack, path: str) -> None:
+    """With parsers, which adjust requests."""
+    check_ids(stack, path)
+
+
 @pytest.mark.shows(model="qwen3", what="a decode engine that dies")
 @pytest.mark.parametrize(
     ("name", "after"), [("reasoning", 25), ("text", 12), ("tools", 40), ("logprobs", 31)]
@@ -142,4 +165,45 @@ def test_a_stream_survives_its_engine(stack: Stack, name: str, after: int) -> No
     if "stream_options" in body:
         counts = ("prompt_tokens", "completion_tokens", "total_tokens")
         assert [told[-1]["usage"][name] for name in counts] == [events[-1]["usage"][name] for name in counts]
+    assert stack.metric("gateway", CONTINUATIONS, 'outcome="continued"') == continued + 1
+
+
+def called(events: list[Any]) -> dict[int, tuple[str, str]]:
+    """Names and arguments of the calls, each of which has one id."""
+    names, arguments, ids = dict[int, str](), dict[int, str](), list[str]()
+    for event in events:
+        for choice in event["choices"]:
+            for one in choice["delta"].get("tool_calls") or ():
+                if one.get("id"):
+                    ids.append(one["id"])
+                    names[one["index"]] = one["function"]["name"]
+                told = one["function"].get("arguments") or ""
+                arguments[one["index"]] = arguments.get(one["index"], "") + told
+    assert len(ids) == len(set(ids)) == len(names)
+    return {index: (name, arguments[index]) for index, name in names.items()}
+
+
+@pytest.mark.shows(model="qwen3", what="a decode engine that dies")
+@pytest.mark.parametrize("part", ["of the first call", "of the second call"])
+def test_a_tool_call_survives_its_engine(stack: Stack, part: str) -> None:
+    whole, events = read(raw_stream(stack, "gateway", CHAT, SCRIPTED))
+    assert called(events) == {index: ("pick", told) for index, told in enumerate(ARGUMENTS)}
+    continued = stack.metric("gateway", CONTINUATIONS, 'outcome="continued"')
+    # What the first engine has sent when it dies ends within this.
+    beginning = "数".encode() if part == "of the first call" else b'"index":1'
+    raw = b""
+    with opened(stack, "gateway", CHAT, SCRIPTED) as answer:
+        engine = re.search(r"decode=([^;]+)", answer.headers["x-prfaas-route"])
+        assert engine is not None
+        while beginning not in raw:
+            raw += answer.read1()
+        stack.engines.kill(engine[1])
+        raw += answer.read()
+    restart(stack, engine[1])
+    text, told = read(raw)
+    assert (text, called(told)) == (whole, called(events))
+    assert len({event["id"] for event in told}) == 1
+    assert [c["finish_reason"] for e in told for c in e["choices"] if c["finish_reason"]] == ["tool_calls"]
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [told[-1]["usage"][name] for name in counts] == [events[-1]["usage"][name] for name in counts]
     assert stack.metric("gateway", CONTINUATIONS, 'outcome="continued"') == continued + 1

@@ -58,8 +58,9 @@ class LedgerEntry(Struct, frozen=True, kw_only=True):
     hidden_bytes: int
     """Of them those that were there when the prefill ended."""
     egress_bytes: int
-    """That crossed a link between clusters."""
+    """That its transfers put on links between clusters, that of a cached prefix too. Of those that failed: none."""
     egress_cost: float
+    """Price of `egress_bytes`, as the links' prices were then."""
     gpu_s: float
     """GPU-seconds of its prefill, as profiles say."""
     other_gpu_s: float | None

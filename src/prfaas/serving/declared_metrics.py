@@ -73,7 +73,7 @@ def _cached(kind: Callable[..., Kind]) -> Callable[..., CachedLabels[Kind]]:
 
 
 counter, gauge, histogram = partial(Declared, Counter), partial(Declared, Gauge), partial(Declared, Histogram)
-cached_counter, cached_gauge = partial(Declared, _cached(Counter)), partial(Declared, _cached(Gauge))
+cached_counter = partial(Declared, _cached(Counter))
 
 
 def cached_histogram(

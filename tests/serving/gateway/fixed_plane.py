@@ -62,7 +62,7 @@ class FixedPlane:
         self.suspect_s = suspect_s
         self._can_skip = can_skip
         self._kv = kv_facts(deployment.model.kv_model())
-        self.view = SimpleNamespace(kv=self._kv)
+        self.view = SimpleNamespace(kv=self._kv, clusters={})
         self._held: dict[str, set[int]] = {name: set() for name in self._instances}
         self._suspects: dict[str, float] = {}
         self.prefers: str | None = None

@@ -13,6 +13,7 @@ import json
 import re
 import socket
 import time
+import uuid
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,8 @@ def kv_of(ids: Sequence[int]) -> bytes:
 
 
 ANSWER_TOKENS = 16
+DERENDER = "/v1/chat/completions/derender"
+_SAMPLING = ("max_tokens", "min_tokens", "temperature", "stop_token_ids", "ignore_eos")
 # As vLLM writes it.
 COMPACT = functools.partial(json.dumps, separators=(",", ":"))
 _CHARACTERS = "0123456789abcdef"
@@ -224,6 +227,8 @@ class StandInEngine:
     `lingers` says: "ends" well, "aborts" the transfer, or the prefill "fails" too. `trails`: the prefill answers at
     once all the same.
 
+    `calls_after`: of an answer with tools, the tokens from that one on are arguments of calls; see `delta_of`.
+
     `end`, `blank`: as in `generated`. `keeps`: it goes on from what has come of a transfer that broke.
 
     `joins`: tokens of one event of a stream. `sends_after`: `goes_on` is set with that token of a stream, or at an
@@ -252,6 +257,7 @@ class StandInEngine:
     mulls: bool = False
     lingers: str | None = None
     trails: bool = False
+    calls_after: int | None = None
     end: str | None = None
     blank: str = ""
     joins: int = 1
@@ -314,7 +320,8 @@ class StandInEngine:
             ("/tokenize", self._tokenize),
             ("/detokenize", self._detokenize),
             ("/inference/v1/generate", self._tokens),
-            *((path, self._echoed) for path in stand_in_apis.FORWARDED),
+            (DERENDER, self._derender),
+            *((path, self._echoed) for path in stand_in_apis.FORWARDED if path != DERENDER),
         ):
             app.router.add_post(path, stand_in_apis.refusing(handler))
         app.router.add_get("/health", self._health)
@@ -423,8 +430,11 @@ class StandInEngine:
         prompt, each = chat.get("prompt"), [chat]
         if isinstance(prompt, list) and isinstance(prompt[0], str | list):
             each = [chat | {"prompt": one} for one in prompt]
+        params = {name: chat[name] for name in _SAMPLING if chat.get(name) is not None}
+        if chat.get("max_completion_tokens"):
+            params["max_tokens"] = chat["max_completion_tokens"]
         rendered: list[dict[str, Any]] = [
-            {"token_ids": self._ids(one), "sampling_params": {}, "features": None} for one in each
+            {"token_ids": self._ids(one), "sampling_params": params, "features": None} for one in each
         ]
         if shown_in(chat):
             items = media_of(chat, rendered[0]["token_ids"])
@@ -441,12 +451,36 @@ class StandInEngine:
         ids = self._ids(body)
         return web.json_response({"count": len(ids), "max_model_len": 0, "tokens": ids})
 
-    async def _tokens(self, request: web.Request) -> web.Response:
+    async def _tokens(self, request: web.Request) -> web.StreamResponse:
         """Token ids in, token ids out."""
         body = await request.json()
+        if body.get("stream"):
+            return await self._generate(request)
         self.seen.append(Seen(request.path, dict(request.headers), body))
         choices = [{"index": 0, "token_ids": body["token_ids"][-2:], "finish_reason": "length"}]
         return web.json_response({"choices": choices, "kv_transfer_params": {"host": self.name}})
+
+    async def _derender(self, request: web.Request) -> web.Response:
+        """What tokens say to the client of a chat, by those before them."""
+        body = await request.json()
+        if "stream_state" not in body:
+            return await self._echoed(request)
+        self.seen.append(Seen(request.path, dict(request.headers), body))
+        if not self.renders:
+            return web.json_response({"error": {"message": "not enabled", "code": 403}}, status=403)
+        state, (choice,) = body["stream_state"], body["generate_chunk"]["choices"]
+        before, ids, called = state["output_token_ids"], choice["token_ids"], [*state["last_tool_call_ids"]]
+        assert sum(state["output_chunk_lens"]) == len(before) and 0 not in state["output_chunk_lens"]
+        assert body["prompt_token_ids"] == self._ids(body["chat_request"])
+        pieces = [self.tokenizer.decode([one]) for one in ids]
+        delta = delta_of(pieces, len(before), self.calls_after, called)
+        state = state | {
+            "output_token_ids": before + ids,
+            "output_chunk_lens": [*state["output_chunk_lens"], *filter(None, [len(ids)])],
+            "last_tool_call_ids": called,
+        }
+        said = {"index": 0, "delta": {"role": None, "content": None} | delta}
+        return web.json_response({"chunk": {"choices": [said]}, "stream_state": state})
 
     async def _echoed(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -471,6 +505,8 @@ class StandInEngine:
         if self.mulls:
             await self.goes_on.wait()
         body = stand_in_apis.as_chat(request.path, body)
+        if "token_ids" in body:
+            body = {**body["sampling_params"], **body, "prompt": body["token_ids"]}
         ids = self._ids(body) if refusal_of(body) is None else []
         try:
             return await self._answered(request, body, ids)
@@ -613,7 +649,8 @@ class StandInEngine:
         if self.dies == "after-headers":
             await asyncio.sleep(0.02)
             await self._die(request)
-        chat = "messages" in body
+        chat, in_tokens = "messages" in body, "token_ids" in body
+        calls_after = self.calls_after if body.get("tools") else None
         count = body.get("max_completion_tokens") or body.get("max_tokens") or self.chunks
         usage = (body.get("stream_options") or {}).get("include_usage")
         head = {
@@ -622,6 +659,9 @@ class StandInEngine:
             "created": self.http_port,
             "model": body.get("model") or self.model,
         }
+
+        if in_tokens:
+            head = {"request_id": "x"}
 
         async def say(choices: list[dict[str, Any]], **more: Any) -> None:
             told = head | {"choices": choices} | ({"usage": None} if usage else {}) | more
@@ -638,6 +678,7 @@ class StandInEngine:
             await say([opens], prompt_token_ids=ids if tells_ids else None)
         answer = generated(ids, body, count, self.end, self.blank)
         count = len(answer.pieces)
+        called: list[str] = []
         names_tokens = body.get("return_tokens_as_token_ids")
         for first in range(0, count, self.joins):
             indices = range(first, min(first + self.joins, count))
@@ -651,7 +692,11 @@ class StandInEngine:
                 answer.token_ids[first : indices.stop],
             )
             reason = answer.reason if indices.stop == count else None
-            said: dict[str, Any] = {"delta": {"content": piece}} if chat else {"text": piece}
+            if reason == "stop" and calls_after is not None and count > calls_after:
+                reason = "tool_calls"
+            said: dict[str, Any] = {"text": piece}
+            if chat:
+                said = {"delta": delta_of(answer.pieces[first : indices.stop], first, calls_after, called)}
             said |= {
                 "logprobs": _logprobs(piece, ids_said, first, chat=chat) if names_tokens else None,
                 "finish_reason": reason,
@@ -660,7 +705,9 @@ class StandInEngine:
                 said["stop_reason"] = answer.stop_reason if reason is not None else None
             if not chat:
                 said["prompt_token_ids"] = ids if tells_ids and not first else None
-            await say([{"index": 0, **said, "token_ids": ids_said if tells_ids else None}])
+            if in_tokens:
+                said = {"finish_reason": reason, "stop_reason": answer.stop_reason if reason else None}
+            await say([{"index": 0, **said, "token_ids": ids_said if tells_ids or in_tokens else None}])
             await asyncio.sleep(self.chunk_s)
         if self.sends_after is not None:
             self.goes_on.set()
@@ -812,6 +859,30 @@ def refusal_of(body: dict[str, Any]) -> str | None:
     except re.error as error:
         return f"Failed to transform regex into an FSM: {error}"
     return None
+
+
+CALL_TOKENS = 5
+"""Of the arguments of each call."""
+
+
+def delta_of(pieces: Sequence[str], first: int, calls_after: int | None, called: list[str]) -> dict[str, Any]:
+    """What a parser makes of the tokens of an answer from the `first` on: content, then calls of a tool.
+
+    `called`: the ids of calls that have begun; more are added.
+    """
+    delta: dict[str, Any] = {}
+    for index, piece in enumerate(pieces, first):
+        if calls_after is None or index < calls_after:
+            delta["content"] = delta.get("content", "") + piece
+            continue
+        number, place = divmod(index - calls_after, CALL_TOKENS)
+        call: dict[str, Any] = {"index": number, "function": {"arguments": piece}}
+        if not place:
+            called.append(f"call-{uuid.uuid4().hex}")
+            call = {"id": called[-1], "type": "function", "index": number, "function": {"name": "f"}}
+            call["function"]["arguments"] = piece
+        delta.setdefault("tool_calls", []).append(call)
+    return delta
 
 
 def _logprobs(text: str, token_ids: list[int], first: int = 0, *, chat: bool = False) -> dict[str, Any]:

@@ -1,16 +1,20 @@
 """A prefix that another cluster holds moves to the prefill instance first; if that fails, everything is computed."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from msgspec import structs
 from tests.ports import free_ports
 
-from prfaas.core.deployment import GATEWAY
+from prfaas.core.deployment import GATEWAY, LedgerConfig
 from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route
+from prfaas.serving.ledger_file import open_ledger
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import AskedTransfers
@@ -18,6 +22,7 @@ from prfaas.serving.transport.requests import CopyOrder, CopyResult, PeerRequest
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket, load_key
 
+from . import world as worlds
 from .stand_in import answer_text
 from .world import HASTY, World
 
@@ -63,17 +68,23 @@ def test_the_prefix_moves_first(in_world: InWorld, asked: int, sent: int) -> Non
     in_world(body)
 
 
-def test_bytes_over_links_have_their_price(in_world: InWorld) -> None:
+def test_bytes_over_links_have_their_price(in_world: InWorld, tmp_path: Path) -> None:
     """The prefix goes from `local` to `remote` at twice the price of the way back."""
+    there, back, file = 4 * 601, 4 * (len(LONG) - 1), tmp_path / "ledger.sqlite"
 
     async def body(world: World) -> None:
         with_prefix(world, 601, skip_tokens=0)
         await world.complete(LONG)
         name = 'prfaas_gateway_egress_cost_total{link="%s"}'
-        assert await world.metric(name % "pd->far") == pytest.approx(4 * 601 * 2e3)
-        assert await world.metric(name % "far->pd") == pytest.approx(4 * (len(LONG) - 1) * 1e3)
+        assert await world.metric(name % "pd->far") == pytest.approx(there * 2e3)
+        assert await world.metric(name % "far->pd") == pytest.approx(back * 1e3)
 
-    in_world(body, egress_per_gb=1e12)
+    config = replace(worlds.GATEWAY, ledger=LedgerConfig(file))
+    in_world(body, egress_per_gb=1e12, gateway_config=config)
+    # The request's row has the same bill.
+    with contextlib.closing(open_ledger(file, read_only=True)) as ledger:
+        (row,) = ledger.execute("SELECT egress_bytes, egress_cost, kv_bytes FROM requests")
+    assert row == (there + back, pytest.approx(there * 2e3 + back * 1e3), back)
 
 
 def test_free_bytes_have_no_series(in_world: InWorld) -> None:

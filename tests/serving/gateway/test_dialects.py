@@ -18,7 +18,6 @@ from prfaas.serving.gateway.dialects import (
     RESPONSES,
     Dialect,
     dialect_of,
-    dialect_of_path,
 )
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prompts.prompt import Endpoint
@@ -170,12 +169,12 @@ def test_errors_have_the_form_of_their_api(status: int, sentence: str) -> None:
 def test_refusals_have_the_form_of_their_path() -> None:
     body = error_body(429, "Too much.")
     for endpoint in Endpoint:
-        told = orjson.loads(dialect_of(endpoint).refusal(body))
+        told = orjson.loads(dialect_of(endpoint.path).refusal(body))
         if endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS, Endpoint.RENDER_MESSAGE):
             assert told == {"type": "error", "error": {"type": "rate_limit_error", "message": "Too much."}}
         else:
             assert told["error"]["code"] == 429
-    assert dialect_of_path("/nothing") is OPENAI and dialect_of_path("/v1/messages/batches") is ANTHROPIC
+    assert dialect_of("/nothing") is OPENAI and dialect_of("/v1/messages/batches") is ANTHROPIC
 
 
 def test_an_engines_parameters_are_taken_out_of_events() -> None:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 from msgspec import structs
+from prometheus_client import CollectorRegistry
 from tests.ports import free_ports
 from tests.serving.control.world import FILE
 from typer.testing import CliRunner
@@ -19,11 +20,13 @@ from prfaas.cli.running import check_gateway
 from prfaas.core.deployment import LedgerConfig, load_deployment
 from prfaas.core.ledger import COLUMNS
 from prfaas.core.scheduling.decision import OtherWay
+from prfaas.serving import ledger_file
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
-from prfaas.serving.gateway import ledger as ledger_module
-from prfaas.serving.gateway.ledger import Entries, Ledger
+from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import TransferredBytes
-from prfaas.serving.ledger_file import open_ledger
+from prfaas.serving.gateway.told_requests import LedgerEntries
+from prfaas.serving.gateway.ways.kv_transfer import EgressBill
+from prfaas.serving.ledger_file import Ledger, open_ledger
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.secret_files import LedgerFileError
 from prfaas.serving.worth import By, worth
@@ -85,15 +88,18 @@ def test_money_is_of_the_files_prices(tmp_path: Path) -> None:
         text = text.replace("hardware: synthetic", f"hardware: {hardware}\n    gpus_per_instance: 8", 1)
     (tmp_path / "deployment.yaml").write_text(text)
     deployment = load_deployment(tmp_path / "deployment.yaml", state_dir=tmp_path)
-    entries = Entries(
-        RunningDeployment(deployment), view_of(deployment, None, prefill_curves(deployment), 0.0)
-    )
+    running = RunningDeployment(deployment)
+    entries = LedgerEntries(running, view_of(deployment, None, prefill_curves(deployment), 0.0))
+    bill = EgressBill(running, Metrics(CollectorRegistry()))
     record = record_of(prompt_tokens=30_000, uncached_tokens=30_000)
     attempt = record.attempts[0]
     attempt.decision = structs.replace(
         attempt.decision, prefill="far-0", decode="home-d0", other=OtherWay("home-p0", 30_000, 9.0)
     )
     attempt.moved = TransferredBytes(total_bytes=3 * 10**9, overlapped_bytes=10**9, spared_bytes=10**9)
+    bill.add(record, "far", "home", attempt.moved.sent_bytes)
+    # Inside a cluster nothing is paid.
+    bill.add(record, "home", "home", 10**9)
     row = entries.of(record, 5.0)
     assert row is not None and row.other_gpu_s is not None
     assert (row.kv_bytes, row.hidden_bytes, row.egress_bytes) == (3 * 10**9, 10**9, 2 * 10**9)
@@ -101,13 +107,6 @@ def test_money_is_of_the_files_prices(tmp_path: Path) -> None:
     assert row.gpu_cost == pytest.approx(row.gpu_s / 3600 * 8)
     assert row.other_gpu_cost == pytest.approx(row.other_gpu_s / 3600 * 4)
     assert 0 < row.gpu_s < row.other_gpu_s
-
-
-class _Entries:
-    """Rows with nothing but their time."""
-
-    def of(self, record: Any, total_s: float) -> Any:
-        return _row(at_s=record.at_s)
 
 
 def _row(**values: Any) -> Any:
@@ -137,11 +136,9 @@ def test_old_rows_and_too_many_are_dropped(tmp_path: Path) -> None:
     file, lost = tmp_path / "ledger.sqlite", []
     old = time.time() - 3 * 86_400
     kept(file, [_row(at_s=old + number) for number in range(5)]).close()
-    ledger = Ledger(LedgerConfig(file, days=2, requests=10), _Entries(), lost.append)  # type: ignore[arg-type]
+    ledger = Ledger(LedgerConfig(file, days=2, requests=10), lost.append)
     for number in range(30):
-        record = record_of(prompt_tokens=10, uncached_tokens=10)
-        record.at_s = time.time() + number
-        ledger.add(record, 1.0)
+        ledger.add(_row(at_s=time.time() + number))
     ledger.close()
     # What is dropped is looked at once a minute, at first with the first rows.
     rows = rows_of(file)
@@ -152,12 +149,12 @@ def test_old_rows_and_too_many_are_dropped(tmp_path: Path) -> None:
 def test_a_disk_that_stands_still_costs_rows_not_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "_MOST_UNWRITTEN", 5)
-    monkeypatch.setattr(ledger_module, "_WRITE_S", 3600.0)
+    monkeypatch.setattr(ledger_file, "_MOST_UNWRITTEN", 5)
+    monkeypatch.setattr(ledger_file, "_WRITE_S", 3600.0)
     lost: list[int] = []
-    ledger = Ledger(LedgerConfig(tmp_path / "ledger.sqlite"), _Entries(), lost.append)  # type: ignore[arg-type]
+    ledger = Ledger(LedgerConfig(tmp_path / "ledger.sqlite"), lost.append)
     for _ in range(8):
-        ledger.add(record_of(prompt_tokens=10, uncached_tokens=10), 1.0)
+        ledger.add(_row(at_s=time.time()))
     ledger.close()
     assert sum(lost) == 3
 

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import GatewayLimits
-from prfaas.serving.gateway import server
+from prfaas.serving.gateway.metrics import Metrics, StagingGauges
 from prfaas.serving.gateway.request_log import RequestLog, WaitsFor
-from prfaas.serving.gateway.ways.kv_transfer import KvTransfers, StagingUse
 
 from .world import World
 
@@ -88,9 +89,8 @@ def test_what_open_requests_wait_for(in_world: InWorld) -> None:
     in_world(body)
 
 
-def test_staging_in_use(in_world: InWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_in_use(in_world: InWorld) -> None:
     async def body(world: World) -> None:
-        await world.complete(LONG)
         lease = world.decode.arena.allocate(100_000)
         assert lease is not None
         blocks = world.decode.arena.blocks_for(100_000)
@@ -105,8 +105,44 @@ def test_staging_in_use(in_world: InWorld, monkeypatch: pytest.MonkeyPatch) -> N
         while await world.metric(used):
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(server, "_STAGING_WATCH_S", 0.05)
-    in_world(body)
+    in_world(body, live=True)
+
+
+SANE = {"staging_used_blocks": 1, "staging_total_blocks": 2, "staging_block_bytes": 3}
+
+
+def staging_of(registry: CollectorRegistry, metrics: Metrics, name: str) -> tuple[float | None, float | None]:
+    metrics.exposition()
+    labels = {"instance": name}
+    used, total = (f"prfaas_gateway_staging_{series}" for series in ("used_bytes", "bytes"))
+    return registry.get_sample_value(used, labels), registry.get_sample_value(total, labels)
+
+
+def test_of_a_silent_rank_no_staging_is_shown() -> None:
+    now_s = 0.0
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    gauges = StagingGauges(metrics, lambda: now_s)
+    for rank in range(2):
+        gauges.told("home", rank, SANE)
+    assert staging_of(registry, metrics, "home") == (6, 12)
+    for _ in range(3):
+        now_s += 20.0
+        gauges.told("home", 0, SANE)
+    assert staging_of(registry, metrics, "home") == (3, 6)
+    now_s += 60.0
+    assert staging_of(registry, metrics, "home") == (None, None) and not gauges._told
+
+
+@pytest.mark.parametrize("value", [float("nan"), 10**400, 1 << 41, -1, "text", True, None, [1]])
+def test_absurd_staging_is_not_shown(value: Any) -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    gauges = StagingGauges(metrics, lambda: 0.0)
+    gauges.told("home", 0, SANE | {"staging_block_bytes": value})
+    assert staging_of(registry, metrics, "home") == (None, None)
+    gauges.told("home", 0, SANE)
+    assert staging_of(registry, metrics, "home") == (3, 6)
 
 
 def test_the_loop_is_watched(in_world: InWorld) -> None:
@@ -118,44 +154,17 @@ def test_the_loop_is_watched(in_world: InWorld) -> None:
 
 
 def test_nothing_is_kept_of_a_request_that_ended() -> None:
-    from prometheus_client import CollectorRegistry
-
-    from prfaas.serving.gateway.metrics import Metrics
-
     log = RequestLog(3, Metrics(CollectorRegistry()))
     for _ in range(5):
         with log.recording("completions"):
             assert len(log._open) == 1
-    assert not log._open and len(log) == 3
+    assert not log._open and len(log.latest(9)) == 3
 
 
-def test_what_a_new_request_would_wait(in_world: InWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_new_request_would_wait(in_world: InWorld) -> None:
     async def body(world: World) -> None:
-        while await world.metric("prfaas_gateway_queue_limit_seconds") != GatewayLimits().queue_s:
-            await asyncio.sleep(0.01)
+        assert await world.metric("prfaas_gateway_queue_limit_seconds") == GatewayLimits().queue_s
         world.plane.waits_s = 7.5
-        while await world.metric("prfaas_gateway_queue_wait_seconds") != 7.5:
-            await asyncio.sleep(0.01)
+        assert await world.metric("prfaas_gateway_queue_wait_seconds") == 7.5
 
-    monkeypatch.setattr(server, "_QUEUE_WATCH_S", 0.05)
-    in_world(body)
-
-
-def test_of_an_instance_that_is_silent_no_staging_is_shown(
-    in_world: InWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def body(world: World) -> None:
-        await world.complete(LONG)
-        series = 'prfaas_gateway_staging_bytes{instance="decode"}'
-        while not await world.metric(series):
-            await asyncio.sleep(0.01)
-
-        async def nobody_answers(_transfers: KvTransfers, _timeout_s: float) -> dict[str, StagingUse]:
-            return {}
-
-        monkeypatch.setattr(KvTransfers, "staging", nobody_answers)
-        while await world.metric(series):
-            await asyncio.sleep(0.01)
-
-    monkeypatch.setattr(server, "_STAGING_WATCH_S", 0.05)
     in_world(body)

@@ -124,7 +124,6 @@ class AdminRoutes:
         )
 
     async def _get_metrics(self, _request: web.Request) -> web.Response:
-        self._log.export_waiting()
         return web.Response(
             body=self._metrics.exposition(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},

@@ -108,16 +108,6 @@ class Admission:
         self._bytes_of: Counter[str] = Counter()
 
     @property
-    def queue_s(self) -> float:
-        """The least that a new request would wait, as predicted."""
-        return self._waits.least()
-
-    @property
-    def queue_limit_s(self) -> float:
-        """The wait beyond which it is refused."""
-        return self._limits.queue_s
-
-    @property
     def open_requests(self) -> int:
         """Requests whose bodies are complete."""
         return self._complete

@@ -1,22 +1,19 @@
 """Request bodies: what comes in from a client, and what goes out to an engine.
 
 The trust boundary runs through this file. A body is parsed once and written anew for every hop, so duplicate
-keys and odd encodings end here; fields that could steer an engine never get past `strip_owned`. Only the digits of
-a long array of token ids go through as they came.
+keys and odd encodings end here; fields that could steer an engine never get past `strip_owned`.
 
-Long arrays of token ids are never made into Python's integers, nor written anew: for 128K ids, parsing them into a
-list, checking each and writing the list again takes three times as long.
+A long list of token ids is never made into Python's integers: it is an array from here on.
 """
 
 import math
 import re
-import secrets
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -113,7 +110,7 @@ _MAX_DEPTH = 64
 
 
 def parse_body(raw: bytes, most_values: int = MOST_VALUES) -> Json:
-    """The JSON object in `raw`. Its "prompt" is WrittenIds if that is a long list of token ids.
+    """The JSON object in `raw`. Its "prompt" is an array (uint32) if that is a long list of token ids.
 
     Args:
         most_values: other JSON values that it may have. Each becomes an object of Python, whose making nothing can
@@ -123,16 +120,51 @@ def parse_body(raw: bytes, most_values: int = MOST_VALUES) -> Json:
         ApiError: 400, when it is no JSON object, or nested too deeply; 413, when it has more values.
     """
     try:
-        body = parse_with_ids(raw, most_values) if len(raw) >= MIN_BYTES else None
-        if body is None:
-            check_values(raw, most_values)
-            body = orjson.loads(raw)
+        ids, rest = _long_ids(raw)
+        check_values(rest, most_values)
+        body = orjson.loads(rest)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
     if not isinstance(body, dict):
         raise ApiError(400, f"The request body must be a JSON object, not {_kind(body)}.")
     _check_depth(body)
-    return body
+    return body if ids is None else {**body, "prompt": ids}
+
+
+# Below it the plain way through a JSON parser costs as little.
+MIN_BYTES = 8 << 10
+# A piece at a time: the arrays in between stay in the processor's cache, and a thread that parses lets others run.
+_PIECE_BYTES = 64 << 10
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _long_ids(raw: bytes) -> "tuple[array[int] | None, bytes]":
+    """The token ids that are the prompt of a long body, and the body without them; None and all of it else.
+
+    They are never Python's integers: for 128K of them, making these takes longer than all else.
+    """
+    if len(raw) < MIN_BYTES:
+        return None, raw
+    try:
+        fields = _FIELDS.decode(raw)
+        listed = bytes(fields.pop("prompt"))
+    except (msgspec.DecodeError, KeyError, RecursionError):
+        return None, raw
+    # It is JSON, so whatever is made of these alone is a list of plain numbers.
+    if not listed.startswith(b"[") or listed[1:-1].translate(None, b"0123456789, \t\r\n"):
+        return None, raw
+    ids, at, listed = array("I"), 1, listed.translate(None, b" \t\r\n")
+    while at < len(listed) - 1:
+        end = listed.find(b",", at + _PIECE_BYTES)
+        piece = listed[at : end if end >= 0 else -1]
+        # What is too large for 64 bits becomes the largest number of 64 bits.
+        values = np.fromstring(piece, dtype=np.int64, sep=",")
+        if int(values.max()) >= 1 << 32:
+            return None, raw
+        ids.frombytes(values.astype(np.uint32).tobytes())
+        at += len(piece) + 1
+    rest = b",".join(orjson.dumps(name) + b":" + bytes(value) for name, value in fields.items())
+    return (ids, b"{%b}" % rest) if ids else (None, raw)
 
 
 def _check_depth(body: Json) -> None:
@@ -297,8 +329,8 @@ def cached_tokens_of(answer: bytes) -> int | None:
 
 
 def _as_written(value: object) -> orjson.Fragment:
-    if isinstance(value, WrittenIds):
-        return orjson.Fragment(value.json)
+    if isinstance(value, array):
+        return orjson.Fragment(ids_json(value))
     raise TypeError(f"{type(value).__name__} has no place in a body")
 
 
@@ -335,100 +367,9 @@ def _kind(value: object) -> str:
 # What a token id takes in JSON, about.
 JSON_BYTES_PER_TOKEN = 5
 
-# Below it the plain way through a JSON parser costs as little.
-MIN_BYTES = 8 << 10
-# A piece at a time: the arrays in between stay in the processor's cache, and a thread that parses lets others run.
-_PIECE_BYTES = 64 << 10
-_KEY = b'"prompt"'
-_SPACE = b" \t\r\n"
-_ZERO, _COMMA = np.uint8(ord("0")), np.uint8(ord(","))
-_TRUE = np.array([True])
-# Stands in for the ids while the rest is parsed. No client can know it, so only our cut can have put it there.
-_STAND_IN = secrets.token_hex(16)
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenIds:
-    """`json` is the canonical JSON array of `ids` (uint32): no spaces, no leading zeros."""
-
-    ids: "array[int]"
-    json: bytes
-
-
-def parse_with_ids(raw: bytes, most_values: int = MOST_VALUES) -> object | None:
-    """What `orjson.loads(raw)` gives, with the array of ids under the top-level key "prompt" as WrittenIds.
-
-    None where that can't be had this way (no such array, other numbers in it, an odd spelling): parse it plainly then.
-    Raises orjson.JSONDecodeError when `raw` is not JSON, and ApiError 413 when it has more values besides the ids.
-    """
-    key = raw.find(_KEY)
-    colon = _skip_space(raw, key + len(_KEY))
-    start = _skip_space(raw, colon + 1)
-    if key < 0 or raw[colon : colon + 1] != b":" or raw[start : start + 1] != b"[":
-        return None
-    end = raw.find(b"]", start)
-    written = _parse(raw[start + 1 : end]) if end > 0 else None
-    if written is None:
-        return None
-    rest = b'%b"%b"%b' % (raw[:start], _STAND_IN.encode(), raw[end + 1 :])
-    check_values(rest, most_values)
-    body = orjson.loads(rest)
-    # Anything else than the effective "prompt" of the top level was cut: nested, or given twice.
-    if not isinstance(body, dict) or body.get("prompt") != _STAND_IN:
-        return None
-    body["prompt"] = written
-    return body
-
 
 def ids_json(ids: Sequence[int]) -> bytes:
     """The canonical JSON array of `ids`; quickest for an `array("I")`."""
     if isinstance(ids, array) and ids.typecode == "I":
         return orjson.dumps(np.frombuffer(ids, np.uint32), option=orjson.OPT_SERIALIZE_NUMPY)
     return orjson.dumps(ids)
-
-
-def _skip_space(raw: bytes, at: int) -> int:
-    while raw[at : at + 1] and raw[at] in _SPACE:
-        at += 1
-    return at
-
-
-def _parse(text: bytes) -> WrittenIds | None:
-    """The ids between the brackets; None unless all are plain decimal numbers within 0 .. 2^32 - 1."""
-    text = text.strip(_SPACE)
-    if b" " in text:
-        text = text.replace(b", ", b",")
-    if not text or text.endswith(b","):
-        return None
-    ids = array("I")
-    at = 0
-    while at < len(text):
-        end = text.find(b",", at + _PIECE_BYTES)
-        piece = text[at : end if end >= 0 else len(text)]
-        if not _is_canonical(piece):
-            return None
-        # What is too large for 64 bits becomes the largest number of 64 bits.
-        values = np.fromstring(piece, dtype=np.int64, sep=",")
-        if int(values.max()) >= 1 << 32:
-            return None
-        ids.frombytes(values.astype(np.uint32).tobytes())
-        at += len(piece) + 1
-    return WrittenIds(ids, b"[%b]" % text)
-
-
-def _is_canonical(text: bytes) -> bool:
-    """Whether `text` is decimal numbers without leading zeros and single commas in between."""
-    if not text:
-        return False
-    characters = np.frombuffer(text, np.uint8)
-    is_comma = characters == _COMMA
-    # Unsigned: what comes before "0" becomes large.
-    if not np.all(is_comma | (characters - _ZERO < 10)):
-        return False
-    # As if a comma stood before and after.
-    after_comma = np.concatenate((_TRUE, is_comma))
-    before_comma = np.concatenate((is_comma, _TRUE))
-    if np.any(after_comma & before_comma):
-        return False
-    leading_zero = after_comma[:-1] & (characters == _ZERO) & ~before_comma[1:]
-    return not np.any(leading_zero)

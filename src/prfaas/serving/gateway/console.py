@@ -4,11 +4,9 @@ The page and its scripts hold no data, so they are given without a token; everyt
 """
 
 import asyncio
-import json
-import math
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import orjson
 from aiohttp import web
 
@@ -27,7 +25,6 @@ _MOST_STREAMS = 16
 # Who reads nothing for so long has no place among them.
 _SLOWEST_S = 30.0
 _MOST_REQUESTS, _USUAL_REQUESTS = 1000, 100
-_MOST_TOKENS = 1e9
 
 
 class Console:
@@ -162,8 +159,9 @@ class Console:
         names = [cluster.name for cluster in self._deployment.pd_clusters]
         if name not in names:
             raise ApiError(404, f"No PD cluster is called {name[:64]}; there are {', '.join(names)}.")
+        wanted = _wanted_tokens(await request.read())
         try:
-            self._plane.thresholds.hold(name, _tokens(await _object(request)))
+            self._plane.thresholds.hold(name, wanted)
         except ValueError as error:
             raise ApiError(409, f"The threshold of {name} can't be set: {error}.") from None
         cluster = self._plane.state()["clusters"][name]
@@ -182,22 +180,16 @@ def _whole(request: web.Request, name: str, usual: int, least: int) -> int:
     return int(text)
 
 
-async def _object(request: web.Request) -> Mapping[str, Any]:
+class _Wanted(msgspec.Struct):
+    """A body that sets a threshold."""
+
+    tokens: Annotated[float, msgspec.Meta(ge=1, le=1e9)] | None
+
+
+def _wanted_tokens(body: bytes) -> float | None:
+    """The threshold that a body sets; None: it is to be searched again. Raises ApiError."""
     try:
-        body = json.loads(await request.read())
-    except (ValueError, RecursionError):
-        raise ApiError(400, 'The body must be JSON: {"tokens": 8192}, or null for a searched one.') from None
-    if not isinstance(body, dict) or "tokens" not in body:
-        raise ApiError(400, 'The body must be {"tokens": 8192}, or null for a searched one.', param="tokens")
-    return body
-
-
-def _tokens(body: Mapping[str, Any]) -> float | None:
-    """The threshold that the body sets; None: it is to be searched again. Raises ApiError."""
-    tokens = body["tokens"]
-    if tokens is None:
-        return None
-    is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
-    if not is_number or not math.isfinite(tokens) or not 1 <= tokens <= _MOST_TOKENS:
-        raise ApiError(400, f"tokens must be a number from 1 to {_MOST_TOKENS:.0f}, or null.", param="tokens")
-    return float(tokens)
+        return msgspec.json.decode(body, type=_Wanted).tokens
+    except msgspec.DecodeError:
+        sentence = 'The body must be {"tokens": 8192}, any number from 1 to 1e9, or null for a searched one.'
+        raise ApiError(400, sentence, param="tokens") from None

@@ -158,13 +158,8 @@ ANTHROPIC = Dialect(
 )
 
 
-def dialect_of(endpoint: Endpoint) -> Dialect:
-    """The form of what `endpoint` answers."""
-    return dialect_of_path(endpoint.path)
-
-
-def dialect_of_path(path: str) -> Dialect:
-    """The same for a path, which may be none that the gateway serves."""
+def dialect_of(path: str) -> Dialect:
+    """The form of what a path answers, which may be none that the gateway serves."""
     if path.startswith(Endpoint.MESSAGES.path):
         return ANTHROPIC
     return RESPONSES if path == Endpoint.RESPONSES.path else OPENAI

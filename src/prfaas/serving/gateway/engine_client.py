@@ -111,7 +111,10 @@ class EngineClient:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self.open(instance, path, body, headers)
-                whole = await _whole(instance, answer)
+                try:
+                    whole = await read_all(answer, instance.name)
+                finally:
+                    answer.close()
         except TimeoutError:
             raise EngineCallError(instance.name, "deadline", f"no answer within {timeout_s:g} s") from None
         if answer.status != 200:
@@ -135,14 +138,12 @@ def accuse(plane: LivePlane, name: str, failure: EngineCallError) -> None:
         plane.health.suspect(name, str(failure), lost_cache=failure.blame is Blame.DEAD)
 
 
-async def _whole(instance: Instance, answer: EngineResponse) -> bytes:
-    """All of `answer`, which is closed. Raises EngineCallError."""
+async def read_all(answer: EngineResponse, instance: str) -> bytes:
+    """All of an engine's answer. Raises EngineCallError."""
     try:
         return await answer.read()
     except OSError as error:
-        raise failed_call(instance.name, error, begun=True) from error
-    finally:
-        answer.close()
+        raise failed_call(instance, error, begun=True) from error
 
 
 def failed_call(instance: str, error: OSError, *, begun: bool) -> EngineCallError:

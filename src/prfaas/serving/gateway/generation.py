@@ -63,7 +63,7 @@ class Generation:
         """
         # 1. Read, parse and check: what the client wants, less what could steer an engine.
         async with self._intake.taking(http, endpoint) as (request, admitted):
-            writer = ResponseWriter(http, request.record, self._context.metrics, dialect_of(endpoint))
+            writer = ResponseWriter(http, request.record, self._context.metrics, dialect_of(endpoint.path))
             waits = request.record.streamed and endpoint.generates
             keep_alive_s = self._context.running.current.gateway.keep_alive_s if waits else None
             with writer.keeping_alive(keep_alive_s):

@@ -1,8 +1,13 @@
 """What the gateway counts, in Prometheus form."""
 
+import contextlib
 import platform
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Annotated, Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 
 from prfaas import __version__
@@ -10,11 +15,11 @@ from prfaas.serving.declared_metrics import (
     Declared,
     DeclaredMetrics,
     cached_counter,
-    cached_gauge,
     cached_histogram,
     counter,
     gauge,
 )
+from prfaas.serving.transport.wire import read_body
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 _TOKEN_SECONDS = (
@@ -85,7 +90,7 @@ class Metrics(DeclaredMetrics):
     refused = cached_counter(
         "Generating requests that got a refusal in place of an answer, by reason.", "reason"
     )
-    waiting_requests = cached_gauge("Requests without an answer so far, by what they wait for.", "step")
+    waiting_requests = gauge("Requests without an answer so far, by what they wait for.", "step")
     loop_lag_seconds = Declared(
         partial(Histogram, buckets=_LAG_SECONDS), "How late the event loop was, five times a second."
     )
@@ -109,6 +114,8 @@ class Metrics(DeclaredMetrics):
         """`registry`: what `GET /metrics` shows; others may register theirs in it too."""
         super().__init__(registry)
         self._registry = registry
+        self.before_shown: list[Callable[[], None]] = []
+        """Called before everything is shown: they write what is known elsewhere."""
         build = Gauge(
             "prfaas_build_info", "1; the labels say what runs.", ("version", "python"), registry=registry
         )
@@ -116,4 +123,44 @@ class Metrics(DeclaredMetrics):
 
     def exposition(self) -> bytes:
         """The text format of GET /metrics."""
+        for write in self.before_shown:
+            write()
         return generate_latest(self._registry)
+
+
+# Ranks are asked twice a second; so many that it takes longer are a few thousand.
+_FRESH_S = 30.0
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class _Staging(msgspec.Struct):
+    """The part of a STATS answer that says how full a rank's staging is."""
+
+    staging_used_blocks: _Count
+    staging_total_blocks: _Count
+    staging_block_bytes: _Count
+
+
+class StagingGauges:
+    """How much staging of each instance is in use, by what its ranks have told the control plane lately."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._used, self._total = metrics.staging_used_bytes, metrics.staging_bytes
+        self._clock = clock
+        # Instance and rank → when it has told something sane, and what.
+        self._told: dict[tuple[str, int], tuple[float, _Staging]] = {}
+        metrics.before_shown.append(self._show)
+
+    def told(self, name: str, rank: int, answer: Mapping[str, Any]) -> None:
+        """A rank of an instance has answered at its KV port."""
+        with contextlib.suppress(ValueError):
+            self._told[name, rank] = self._clock(), read_body(_Staging, answer)
+
+    def _show(self) -> None:
+        self._used.clear()
+        self._total.clear()
+        since_s = self._clock() - _FRESH_S
+        self._told = {rank: told for rank, told in self._told.items() if told[0] >= since_s}
+        for (name, _), (_, told) in self._told.items():
+            self._used.labels(name).inc(told.staging_used_blocks * told.staging_block_bytes)
+            self._total.labels(name).inc(told.staging_total_blocks * told.staging_block_bytes)

@@ -3,11 +3,12 @@
 import asyncio
 import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,11 @@ class TransferredBytes:
     """Tokens that the producer reused, by its own word; None: it did not say."""
     checkpoint_bytes: int = 0
     """What checkpoints moved beside it."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that went over the network for it."""
+        return self.total_bytes - self.spared_bytes + self.checkpoint_bytes
 
     @property
     def overlapped_fraction(self) -> float:
@@ -119,6 +125,10 @@ class RequestRecord:
     """What the cache transfer before the prefill moved."""
     prefix_outcome: str | None = None
     """What became of the cache transfer before the prefill."""
+    egress_bytes: int = 0
+    """What its transfers put on links between clusters, that of a cached prefix too."""
+    egress_cost: float = 0.0
+    """Price of these bytes, by the links' prices then."""
     steps_s: dict[str, float] = field(default_factory=dict)
     """Step's name to its duration."""
     starts_s: dict[str, float] = field(default_factory=dict)
@@ -232,6 +242,8 @@ class RequestLog:
         self._keep = keep
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._open: dict[str, RequestRecord] = {}
+        for step in WaitsFor:
+            metrics.waiting_requests.labels(str(step)).set_function(partial(self._waiting, step))
 
     @contextmanager
     def recording(self, endpoint: str, headers: Mapping[str, str] | None = None) -> Iterator[RequestRecord]:
@@ -286,11 +298,9 @@ class RequestLog:
             decode_s = total_s - record.steps_s["first_byte"]
             metrics.tpot_seconds.labels(record.route).observe(decode_s / (tokens - 1))
 
-    def export_waiting(self) -> None:
-        """Write what the open requests wait for into the metric, before it is shown."""
-        waiting = Counter(record.waits_for for record in self._open.values())
-        for step in WaitsFor:
-            self._metrics.waiting_requests.labels(str(step)).set(waiting[step])
+    def _waiting(self, step: WaitsFor) -> int:
+        """Open requests that wait for something."""
+        return sum(record.waits_for is step for record in self._open.values())
 
     def add(self, record: RequestRecord) -> None:
         self._records[record.request_id] = record
@@ -303,9 +313,6 @@ class RequestLog:
     def latest(self, limit: int) -> list[RequestRecord]:
         """The newest records, newest first; `limit` at most."""
         return list(islice(reversed(self._records.values()), limit))
-
-    def __len__(self) -> int:
-        return len(self._records)
 
 
 def _outcome(status: int) -> str:

@@ -13,7 +13,7 @@ from prfaas.core.deployment import Deployment
 from prfaas.serving.gateway.bodies import FAILED, ApiError, Json, error_body
 from prfaas.serving.gateway.clients import Clients, asking
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.dialects import dialect_of_path
+from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.request_log import RECORD, RequestRecord
 from prfaas.serving.logs import PEER
@@ -116,7 +116,7 @@ def _refusal(
     headers = (record.headers() if record is not None else {}) | dict(more_headers or {})
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    body = dialect_of_path(request.path).refusal(body)
+    body = dialect_of(request.path).refusal(body)
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 

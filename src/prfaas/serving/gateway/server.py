@@ -32,13 +32,13 @@ from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.http_pool import HttpPool, HttpTimes
 from prfaas.serving.gateway.intake import Intake
-from prfaas.serving.gateway.ledger import Entries, Ledger
-from prfaas.serving.gateway.metrics import Metrics
+from prfaas.serving.gateway.metrics import Metrics, StagingGauges
 from prfaas.serving.gateway.prompts.request import Tenants
 from prfaas.serving.gateway.prompts.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.prompts.validation import Validation
-from prfaas.serving.gateway.request_log import RequestLog
+from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
 from prfaas.serving.gateway.routes import Routes, http_logger
+from prfaas.serving.gateway.told_requests import LedgerEntries
 from prfaas.serving.gateway.ways.first_token import FirstTokenRules
 from prfaas.serving.gateway.ways.kv_transfer import KvTransfers
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
@@ -47,11 +47,11 @@ from prfaas.serving.gateway.ways.pull import PulledHop
 from prfaas.serving.gateway.ways.push import PrefillHop
 from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
 from prfaas.serving.kv_ports import KvPorts
+from prfaas.serving.ledger_file import Ledger
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.secret_files import load_token
-from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -69,9 +69,6 @@ _LOOP_WATCH_S = 0.2
 # Of one header, as long as the tokens of some proxies.
 _MAX_HEADER_BYTES = 64 << 10
 _LINGERING_S = 2.0
-_QUEUE_WATCH_S = 1.0
-_STAGING_WATCH_S = 2.0
-_STAGING_ANSWER_S = 1.0
 CERTIFICATES_S = 60.0
 """Between two looks at the certificates."""
 
@@ -129,8 +126,7 @@ class Gateway:
         silence_s, clock = deployment.transfer.silence_s, plane.loop_clock
         self._kv_ports = KvPorts(GATEWAY, key, tls, silence_s, clock)
         self._transfers = KvTransfers({}, clock)
-        self._watch(deployment)
-        self._forgetting = BackgroundTasks()
+        self._transfers.follow(deployment.instances, self._kv_ports.of_ranks)
         self._metrics = Metrics(process.registry)
         self.watch_certificates = partial(watch_certificates, running, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
@@ -155,16 +151,17 @@ class Gateway:
         prefill = self._prefills(key, context)
         self._shadow = Shadow(context)
         self._tracing = _tracing(deployment, self._metrics)
-        self._ledger = None
-        if config.ledger is not None:
-            entries = Entries(running, plane.cluster_state.view)
-            self._ledger = Ledger(config.ledger, entries, self._metrics.ledger_lost.inc)
-        keep = None if self._ledger is None else self._ledger.add
-        log = RequestLog(options.kept_records, self._metrics, self._tracing, keep)
-        self._admission = Admission(running, plane.waits)
+        ledger = config.ledger
+        self._ledger = None if ledger is None else Ledger(ledger, self._metrics.ledger_lost.inc)
+        self._entries = LedgerEntries(running, plane.cluster_state.view)
+        log = RequestLog(options.kept_records, self._metrics, self._tracing, self._keep)
+        admission = Admission(running, plane.waits)
+        self._metrics.queue_wait_seconds.set_function(plane.waits.least)
+        self._metrics.queue_limit_seconds.set_function(lambda: running.current.gateway.limits.queue_s)
+        plane.listeners.told.append(StagingGauges(self._metrics, plane.loop_clock).told)
         generation = Generation(
             context,
-            intake=Intake(context, tenants=self._tenants, admission=self._admission, log=log),
+            intake=Intake(context, tenants=self._tenants, admission=admission, log=log),
             tokenization=self._tokenization,
             validation=Validation(context),
             prefill=prefill,
@@ -195,18 +192,17 @@ class Gateway:
         remote = RemotePrefills(push, pull, prefixes, context)
         return PrefillOrchestrator(remote, prefixes, self._first_tokens, context)
 
-    def _watch(self, deployment: Deployment) -> None:
-        """Have transfers to every instance waited for."""
-        for instance in deployment.instances:
-            self._transfers.add(instance.name, self._kv_ports.of_ranks(instance), instance.rank_grid.stages)
+    def _keep(self, record: RequestRecord, total_s: float) -> None:
+        """A request has ended after so many seconds: it gets its row where there is a ledger."""
+        row = None if self._ledger is None else self._entries.of(record, total_s)
+        if self._ledger is not None and row is not None:
+            self._ledger.add(row)
 
     def follow(self, _before: AppliedDeployment, applied: AppliedDeployment) -> None:
         """Serve another deployment from now on. What is open goes on."""
         running, config = applied.running, applied.said.gateway
         self._http.times = replace(self._http.times, first_byte_s=config.first_byte_s, idle_s=config.idle_s)
-        self._watch(running)
-        for name in self._transfers.consumers.difference(instance.name for instance in running.instances):
-            self._forgetting.start(self._transfers.forget(name))
+        self._transfers.follow(running.instances, self._kv_ports.of_ranks)
         self.descriptors.reserved = _reserved_descriptors(running)
         self._tenants.adopt(running.security.tenant_header, running.security.tenant_weights)
         self._first_tokens.follow()
@@ -228,28 +224,8 @@ class Gateway:
             await asyncio.sleep(_LOOP_WATCH_S)
             self._metrics.loop_lag_seconds.observe(max(clock() - due_s, 0.0))
 
-    async def watch_staging(self) -> None:
-        """Ask how much staging is in use, until cancelled. Of an instance that does not answer nothing is shown."""
-        used_bytes, total_bytes = self._metrics.staging_used_bytes, self._metrics.staging_bytes
-        while True:
-            await asyncio.sleep(_STAGING_WATCH_S)
-            uses = await self._transfers.staging(_STAGING_ANSWER_S)
-            used_bytes.clear()
-            total_bytes.clear()
-            for name, use in uses.items():
-                used_bytes.labels(name).set(use.used_bytes)
-                total_bytes.labels(name).set(use.total_bytes)
-
-    async def watch_queue(self) -> None:
-        """Predict what a new request would wait, until cancelled."""
-        while True:
-            self._metrics.queue_wait_seconds.set(self._admission.queue_s)
-            self._metrics.queue_limit_seconds.set(self._admission.queue_limit_s)
-            await asyncio.sleep(_QUEUE_WATCH_S)
-
     async def close(self) -> None:
         """Wait for the abandonments under way, and end connections and threads."""
-        await self._forgetting.finish()
         await self._shadow.close()
         for hop in self._hops:
             await hop.close()
@@ -353,9 +329,7 @@ async def _serve(
             "LivePlane": plane.run,
             "introduction": gateway.introduce,
             "event loop": gateway.watch_loop,
-            "staging": gateway.watch_staging,
             "StateHistory": gateway.history.run,
-            "queue": gateway.watch_queue,
             "CertificateWatch": gateway.watch_certificates,
             "idle clients": partial(_close_idle_clients, server, gateway.descriptors),
         }

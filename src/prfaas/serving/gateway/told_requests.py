@@ -1,4 +1,4 @@
-"""What operators are told of a request: its record as JSON, in full and in short."""
+"""What operators are told of a request: its record as JSON, in full and in short, and as a row of a ledger."""
 
 import json
 import math
@@ -10,9 +10,12 @@ from typing import Any
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv.model import KvModel
-from prfaas.core.scheduling.decision import Decision
+from prfaas.core.ledger import LedgerEntry
+from prfaas.core.scheduling.decision import HELD_OUT, Decision
+from prfaas.core.scheduling.view import View
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.request_log import Attempt, RequestRecord, TransferredBytes
+from prfaas.serving.running_deployment import RunningDeployment
 
 
 def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None) -> Json:
@@ -163,6 +166,82 @@ def _saved_bytes(attempts: Sequence[Attempt], model: KvModel | None) -> int | No
 def _finite(value: float) -> float | None:
     """JSON knows no infinity: null stands for it."""
     return value if math.isfinite(value) else None
+
+
+class LedgerEntries:
+    """Makes a ledger's rows of records, with the GPUs of the deployment that runs."""
+
+    def __init__(self, running: RunningDeployment, view: View) -> None:
+        """`view`: has the times of prefills, as the control plane knows them now."""
+        self._running = running
+        self._view = view
+        self._read(running.current)
+
+    def _read(self, deployment: Deployment) -> None:
+        self._of = deployment
+        self._places = {
+            each.name: (cluster.name, cluster.gpus_per_instance or each.gpus)
+            for cluster in deployment.clusters
+            for each in cluster.instances
+        }
+
+    def of(self, record: RequestRecord, total_s: float) -> LedgerEntry | None:
+        """The row of a request that has ended; None: it was never routed."""
+        if not record.attempts or record.prompt_tokens is None:
+            return None
+        if self._of is not self._running.current:
+            self._read(self._running.current)
+        steps, decision = record.steps_s, record.attempts[0].decision
+        other, prompt_tokens = decision.other, record.prompt_tokens
+        source, target = (self._places.get(name, ("", 0))[0] for name in (decision.prefill, decision.decode))
+        moved = _sum(record.attempts) or TransferredBytes(0, 0)
+        ttft_s = steps.get("first_byte") if record.streamed else None
+        gpu_s, gpu_cost = self._gpu(decision.prefill, decision.prefill_tokens, prompt_tokens)
+        other_gpu_s = other_gpu_cost = None
+        if other is not None:
+            other_gpu_s, other_gpu_cost = self._gpu(other.prefill, other.prefill_tokens, prompt_tokens)
+        return LedgerEntry(
+            at_s=record.at_s,
+            request_id=record.request_id,
+            tenant=record.tenant,
+            streamed=record.streamed,
+            outcome=record.outcome,
+            attempts=len(record.attempts),
+            route=str(decision.route),
+            reason=decision.reason,
+            held_out=decision.reason == HELD_OUT,
+            prefill_cluster=source,
+            decode_cluster=target,
+            prompt_tokens=prompt_tokens,
+            uncached_tokens=decision.uncached_tokens,
+            prefill_tokens=decision.prefill_tokens,
+            answer_tokens=record.generated_tokens,
+            predicted_s=decision.first_token_s,
+            other_s=None if other is None else other.first_token_s,
+            first_token_s=None if ttft_s is None else max(ttft_s - record.starts_s.get("decide", 0.0), 0.0),
+            ttft_s=ttft_s,
+            total_s=total_s,
+            turn_s=steps.get("turn", 0.0),
+            prefill_s=steps.get("prefill", 0.0),
+            transfer_s=steps.get("transfer", 0.0),
+            kv_bytes=moved.total_bytes,
+            hidden_bytes=moved.overlapped_bytes,
+            egress_bytes=record.egress_bytes,
+            egress_cost=record.egress_cost,
+            gpu_s=gpu_s,
+            other_gpu_s=other_gpu_s,
+            gpu_cost=gpu_cost,
+            other_gpu_cost=other_gpu_cost,
+        )
+
+    def _gpu(self, instance: str, prefill_tokens: int, prompt_tokens: int) -> tuple[float, float]:
+        """GPU-seconds of such a prefill there, and their price."""
+        name, gpus = self._places.get(instance, ("", 0))
+        cluster = self._view.clusters.get(name)
+        if cluster is None:
+            return 0.0, 0.0
+        seconds = cluster.after_prefix_s(prefill_tokens, max(prompt_tokens - prefill_tokens, 0))
+        return seconds * gpus, seconds * cluster.instance_price_per_s
 
 
 TRACE_NAME = "scenario.jsonl"

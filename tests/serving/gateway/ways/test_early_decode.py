@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
 from prfaas.core.deployment import FirstTokenSource
-from prfaas.serving.gateway.ways.kv_transfer import KvTransfers, StagingUse, TransferFailedError
+from prfaas.serving.gateway.ways.kv_transfer import KvTransfers, TransferFailedError
 from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
 from prfaas.serving.transport.observer import OnSoon
 from prfaas.serving.transport.ticket import Ticket, part_id
@@ -267,13 +268,46 @@ class Told:
         self.abandoned.append(transfer_id)
 
 
+def members(**stages: int) -> Any:
+    """Instances with so many pipeline stages."""
+    return [SimpleNamespace(name=name, rank_grid=SimpleNamespace(stages=n)) for name, n in stages.items()]
+
+
+def test_nothing_waits_any_more_at_who_has_left() -> None:
+    closed = []
+
+    class Port:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def close(self) -> None:
+            closed.append(self.name)
+
+    async def main() -> None:
+        transfers = KvTransfers({})
+
+        def ranks_of(each: Any) -> Any:
+            return (Port(each.name),)
+
+        transfers.follow(members(home=1, east=1), ranks_of)
+        kept = transfers._watchers["home"]
+        transfers.follow(members(home=1, west=1), ranks_of)
+        assert transfers._watchers.keys() == {"home", "west"} and transfers._watchers["home"] is kept
+        await asyncio.sleep(0)
+        assert closed == ["east"]
+        await transfers.close()
+        assert sorted(closed) == ["east", "home", "west"]
+
+    asyncio.run(main())
+
+
 def test_each_stage_of_the_producer_sends_to_every_rank() -> None:
     async def main() -> None:
         ticket = a_ticket()
         home: Any = (Told(), Told())
         east: Any = (Told(), Told())
-        transfers = KvTransfers({"home": home})
-        transfers.add("east", east, stages=2)
+        transfers = KvTransfers({})
+        transfers.follow(members(home=1, east=2), lambda each: {"home": home, "east": east}[each.name])
         ids = [ticket.transfer_id, part_id(ticket.transfer_id, 1)]
         for rank in home:
             rank.statuses |= dict.fromkeys(ids, COMPLETE)
@@ -318,26 +352,5 @@ def test_what_several_ranks_send_to_one_is_waited_for_and_given_up_as_a_whole() 
         ):
             home.statuses = dict(zip(ids, told, strict=True))
             assert await transfers.keep(ticket, "a test", 1.0) == tokens
-
-    asyncio.run(main())
-
-
-class Telling:
-    """A rank's watcher that only tells what a test wants."""
-
-    def __init__(self, **told: Any) -> None:
-        self.told = {"staging_used_blocks": 1, "staging_total_blocks": 2, "staging_block_bytes": 3} | told
-
-    async def stats(self) -> dict[str, Any]:
-        return self.told
-
-
-@pytest.mark.parametrize("value", [float("nan"), 10**400, 1 << 41, -1, "text", True, None, [1]])
-def test_absurd_staging_is_not_shown(value: Any) -> None:
-    async def main() -> None:
-        ranks = {"home": (Telling(),), "east": (Telling(), Telling(staging_block_bytes=value))}
-        transfers = KvTransfers(ranks)  # type: ignore[arg-type]
-        transfers._consumers |= ranks.keys()
-        assert await transfers.staging(10.0) == {"home": StagingUse(3, 6)}
 
     asyncio.run(main())

@@ -10,6 +10,7 @@ gets the bytes that vLLM 0.32 would have sent without.
 
 import re
 from array import array
+from collections.abc import Sequence
 
 import orjson
 
@@ -48,7 +49,6 @@ def finish_reasons(tail: bytes) -> list[str]:
 _DETAILS = re.compile(rb'("(?:prompt|input)_tokens_details":\s?)(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 _MESSAGE_USAGE = re.compile(rb'("usage":\s?)(\{[^{}]*"cache_[^{}]*\})')
 _NUMBER = re.compile(rb"\d+")
-_LONGEST_BYTES = 1024
 
 
 def without_cached_tokens(answer: bytes) -> bytes:
@@ -56,12 +56,6 @@ def without_cached_tokens(answer: bytes) -> bytes:
     if b'"cache' not in answer:
         return answer
     return _MESSAGE_USAGE.sub(_whole_input, _DETAILS.sub(_nothing_cached, answer))
-
-
-def safe_end(event: bytes) -> int:
-    """Where an event may be cut so that no usage is, in case that it goes on."""
-    found = event.find(b'_tokens_details"', max(len(event) - 2 * _LONGEST_BYTES, 0))
-    return max((len(event) if found < 0 else found) - _LONGEST_BYTES, 0)
 
 
 def _nothing_cached(match: re.Match[bytes]) -> bytes:
@@ -88,6 +82,9 @@ _PROMPT_IDS = b'"prompt_token_ids":['
 _SAYS_NOTHING = b'"delta":{},"logprobs":null,"finish_reason":null,'
 _NO_CONTENT = b'"delta":{"content":""},"logprobs":null,"finish_reason":null,'
 _NO_TEXT = b'"text":"","logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,'
+# Of a tool call, its first event alone has its id.
+_CALL = b'"tool_calls":['
+_CALL_ID = re.compile(rb'"id":"([^"\\]+)","type":"function"')
 _HIDDEN = {Endpoint.CHAT: (_SAYS_NOTHING, _NO_CONTENT), Endpoint.COMPLETIONS: (_NO_TEXT,)}
 # What comes before the prompt's ids is shorter.
 _LONGEST_HEAD_BYTES = 64 << 10
@@ -130,20 +127,40 @@ class PromptCut:
 class TakenIds:
     """The ids of one answer, by however many engines."""
 
-    __slots__ = ("_hidden", "_is_asked", "ids", "latest", "shown", "shown_before")
+    __slots__ = ("_hidden", "calls", "ids", "is_asked", "latest", "shown", "shown_before", "steps")
 
     def __init__(self, endpoint: Endpoint, *, is_asked: bool) -> None:
         """`is_asked`: by the client, who is to get all of it."""
         self._hidden = () if is_asked else _HIDDEN[endpoint]
-        self._is_asked = is_asked
+        self.is_asked = is_asked
         self.ids = array("I")
         """All that have come."""
+        self.steps = array("I")
+        """How many came at a time."""
+        self.calls: list[str] = []
+        """The ids of tool calls that have been shown, in their order."""
         self.shown = 0
         """How many of them there were with the latest event that showed something."""
         self.shown_before = 0
         """How many there were before it."""
         self.latest = b""
         """The events as they came, of which one is the latest that showed something."""
+
+    def keep(self, ids: Sequence[int]) -> None:
+        """These have come together."""
+        self.ids.extend(ids)
+        self.steps.append(len(ids))
+
+    def cut(self, count: int) -> None:
+        """Only so many of them are the answer's."""
+        over = len(self.ids) - count
+        del self.ids[count:]
+        while over > 0:
+            step = self.steps.pop()
+            if step > over:
+                self.steps.append(step - over)
+            over -= step
+        self.shown = count
 
     def take(self, events: bytes) -> bytes:
         """Whole events as the client is to have them."""
@@ -158,6 +175,7 @@ class TakenIds:
                 self.ids.extend(map(int, ids.split(b",")))
             elif ids:
                 self.ids.append(int(ids))
+            self.steps.append(len(self.ids) - come)
             if before.endswith(self._hidden) and before.endswith(_SAYS_NOTHING):
                 begin = before.rfind(END_OF_EVENT)
                 told.append(before[: begin + len(END_OF_EVENT)] if begin >= 0 else b"")
@@ -165,9 +183,11 @@ class TakenIds:
             else:
                 if not before.endswith(self._hidden):
                     self.shown_before, self.shown, self.latest = come, len(self.ids), events
+                    if _CALL in before:
+                        self.calls += [found.decode() for found in _CALL_ID.findall(before)]
                 told += (before, b'"token_ids":null')
             before, mark, after = after.partition(_IDS)
-        if self._is_asked:
+        if self.is_asked:
             return events
         told.append(before)
         return b"".join(told)

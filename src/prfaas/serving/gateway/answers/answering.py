@@ -6,8 +6,8 @@ prefill, an engine continues the stream from the tokens so far, or the stream en
 
 import time
 from array import array
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 import orjson
 from aiohttp import web
@@ -15,11 +15,15 @@ from aiohttp import web
 from prfaas.core.scheduling.view import NoDecodeInstanceError
 from prfaas.serving.gateway.admission import AdmittedRequest
 from prfaas.serving.gateway.answers.answer_bytes import TakenIds, note_answer_tokens, taken_of_whole
+from prfaas.serving.gateway.answers.calls import CalledAnswers
 from prfaas.serving.gateway.answers.decode import MAX_ANSWERING_ATTEMPTS, Decoder
 from prfaas.serving.gateway.answers.shadow import Shadow
 from prfaas.serving.gateway.answers.streams import EngineAnswerError, ResponseWriter
 from prfaas.serving.gateway.answers.transcript import (
+    AnswerRest,
     AnswerText,
+    BegunAnswer,
+    CannotResumeError,
     LastWords,
     NotPlainError,
     StopAccount,
@@ -27,7 +31,7 @@ from prfaas.serving.gateway.answers.transcript import (
     events,
     last_said,
 )
-from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, ApiError, Json, WrittenIds, ids_json
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, ApiError, Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.engine_client import OWN_RESOURCES, EngineCallError
@@ -48,51 +52,14 @@ from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
 from prfaas.serving.gateway.ways.ready_requests import DecidedRequest, EarlyRequest, ReadyRequest
 
 
-class CannotResumeError(Exception):
-    """The stream can't be resumed."""
-
-    def __init__(self, outcome: str) -> None:
-        """`outcome`: why, in one word."""
-        super().__init__(outcome)
-        self.outcome = outcome
-
-
-@dataclass(slots=True, kw_only=True)
-class BegunAnswer:
-    """An answer of which the client has the beginning, and which an engine is to continue."""
-
-    request: ServingRequest
-    prompt: TokenizedPrompt
-    transcript: StreamTranscript
-    ids: TakenIds
-    writer: ResponseWriter
-    failed: list[str]
-    """All decode engines that have failed this request."""
-
-    @property
-    def includes_stop(self) -> bool:
-        """Whether the client is to have the stop string that ends the answer."""
-        return self.request.body.get("include_stop_str_in_output") is True
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRest:
-    """What an engine is asked for to continue an answer."""
-
-    request: ServingRequest
-    token_ids: "array[int]"
-    """The prompt and the answer so far."""
-    sent_tokens: int
-    """Tokens of the answer so far."""
-
-
 class Answering:
     """Has requests answered, by another decode engine where one fails.
 
     `answer` is the whole way. `_decode` asks one engine after the other until the client has something of the answer.
     A stream that has begun is a `BegunAnswer`: `_after_first` makes one of a first token of the prefill, `_finish` of
     what a failed engine has left. `_resume` has the rest written: it forgets what the client has not read (`_cut`),
-    asks for what follows (`_rest_of`), and rewrites it in the first stream's form (`_relayed`).
+    asks for what follows (`_rest_of`), and rewrites it in the first stream's form (`_relayed`). Where tools have been
+    called, an engine is asked for tokens (`CalledAnswers`).
     """
 
     def __init__(
@@ -111,6 +78,7 @@ class Answering:
         self._decode_attempts = context.options.decode_attempts
         self._decoder = Decoder(prefill, context)
         self._answer_text = AnswerText(context.running.current.model.path)
+        self._called = CalledAnswers(tokenization, context)
 
     async def answer(
         self,
@@ -121,8 +89,8 @@ class Answering:
     ) -> web.StreamResponse:
         """Pass the answer on to the client, within the time that it gave. Raises ApiError."""
         is_compared = self._shadow.wants(request, ready)
-        # Streams tell their ids in any case.
-        asked = _telling_ids(request) if is_compared and request.body.get("stream") is not True else request
+        # Its engine tells the ids of what might be resumed.
+        asked = replace(request, resumes=True) if is_compared else request
         try:
             async with admitted.in_time():
                 response = await self._decode(asked, ready, writer)
@@ -132,7 +100,7 @@ class Answering:
             ids = writer.ids.ids if writer.ids is not None else ()
             if isinstance(response, web.Response) and isinstance(response.body, bytes) and not ids:
                 answer, ids = taken_of_whole(response.body)
-                response.body = response.body if asked is request else answer
+                response.body = response.body if request.body.get("return_token_ids") else answer
             # Some of what was transferred is computed again elsewhere, later.
             self._shadow.compare(request, ready, ids if response.status == 200 else ())
         return response
@@ -217,7 +185,7 @@ class Answering:
         first = early.first
         told = list(_opening_events(request, first))
         writer.ids = ids = TakenIds(request.endpoint, is_asked=False)
-        ids.ids.extend(first.token_ids)
+        ids.keep(first.token_ids)
         ids.shown = len(first.token_ids)
         begun = BegunAnswer(
             request=request,
@@ -257,12 +225,12 @@ class Answering:
         is_chat = begun.request.endpoint is Endpoint.CHAT
         prompt = TokenizedPrompt(rest.token_ids, early.prompt.chains, is_chat)
         try:
-            ready = await self._prefill.loadable(early, rest.request, prompt)
+            ready: ReadyRequest = await self._prefill.loadable(early, rest.request, prompt)
         except HopFailedError as failure:
             avoid = () if failure.hopeless else (early.decision.prefill,)
             prompt = await self._tokenization.hash_blocks(rest.request, rest.token_ids)
             try:
-                ready = await self._prefill.prepare_near(rest.request, prompt, avoid, failure.reason)
+                ready = await self._prefill.prepare_again(rest.request, prompt, avoid, failure.reason)
             except NoDecodeInstanceError:
                 raise CannotResumeError("no-instance") from None
         begun.request.record.sent(ready.header())
@@ -283,13 +251,13 @@ class Answering:
         if begun.transcript.finish_reason is not None or begun.transcript.ended or max_tokens < 1:
             return None
         ids = array("I", begun.prompt.token_ids) + sent
-        written = WrittenIds(ids, ids_json(ids))
         is_chat = request.endpoint is Endpoint.CHAT
+        takes_ids = is_chat and not begun.ids.calls
         rest = replace(
             request,
-            body=rest_body(request.endpoint, begun.request.body, written, len(sent), max_tokens),
+            body=rest_body(request.endpoint, begun.request.body, ids, len(sent), max_tokens),
             size_bytes=request.size_bytes * is_chat + len(ids) * JSON_BYTES_PER_TOKEN,
-            prompt=RenderedPrompt(plain=None, takes_ids=True) if is_chat else TokenPrompt(ids),
+            prompt=RenderedPrompt(plain=None, takes_ids=True) if takes_ids else TokenPrompt(ids),
         )
         return AnswerRest(rest, ids, len(sent))
 
@@ -309,7 +277,7 @@ class Answering:
     async def _resume(self, begun: BegunAnswer) -> str:
         """Write the rest. Raises CannotResumeError, perhaps after a part of it."""
         while True:
-            if begun.transcript.finish_reason is None:
+            if begun.transcript.finish_reason is None and not begun.ids.calls:
                 await self._cut(begun)
             rest = self._rest_of(begun)
             if rest is None:
@@ -318,6 +286,8 @@ class Answering:
             if len(begun.failed) >= self._decode_attempts:
                 raise CannotResumeError("attempts")
             try:
+                if begun.ids.calls:
+                    rest = await self._called.in_tokens(begun, rest)
                 prompt = await self._tokenization.hash_blocks(rest.request, rest.token_ids)
                 ready = await self._prefill.prepare_again(rest.request, prompt, begun.failed)
             except NoDecodeInstanceError:
@@ -343,8 +313,7 @@ class Answering:
             if seam is None:
                 raise CannotResumeError("not-exact")
             sent, text = seam
-        del taken.ids[sent:]
-        taken.shown = sent
+        taken.cut(sent)
         if begun.transcript.stops is None:
             _look_for_stops(begun, text, held_chars)
 
@@ -366,29 +335,30 @@ class Answering:
         least_tokens = begun.request.body.get("min_tokens") or 0
         async with self._decoder.stream(rest.request, ready) as stream:
             while chunk := await stream.read():
-                # One by one: tokens behind a stop string are none of the answer's.
-                for raw in chunk.split(END_OF_EVENT):
-                    for event in events(taken.take(raw + END_OF_EVENT)):
-                        if event is None:
-                            transcript.ended = True
-                            await begun.writer.write(LAST_EVENT)
-                            continue
-                        may_stop = len(taken.ids) > least_tokens
-                        piece = transcript.rewrite(
-                            event, len(begun.prompt.token_ids), rest.sent_tokens, may_stop=may_stop
-                        )
-                        if piece:
-                            note_answer_tokens(begun.request.record, piece)
-                            await begun.writer.write(piece)
-                        if stops is not None and stops.stop is not None:
-                            await self._close(begun)
-                            return
+                told: Iterable[Json | None] = _one_by_one(chunk, taken)
+                if rest.request.endpoint is Endpoint.GENERATE:
+                    told = await self._called.told(chunk, begun, ready.decode)
+                for event in told:
+                    if event is None:
+                        transcript.ended = True
+                        await begun.writer.write(LAST_EVENT)
+                        continue
+                    may_stop = len(taken.ids) > least_tokens
+                    piece = transcript.rewrite(
+                        event, len(begun.prompt.token_ids), rest.sent_tokens, may_stop=may_stop
+                    )
+                    if piece:
+                        note_answer_tokens(begun.request.record, piece)
+                        await begun.writer.write(piece)
+                    if stops is not None and stops.stop is not None:
+                        await self._close(begun)
+                        return
 
 
-def _telling_ids(request: ServingRequest) -> ServingRequest:
-    if request.body.get("return_token_ids"):
-        return request
-    return replace(request, body={**request.body, "return_token_ids": True})
+def _one_by_one(chunk: bytes, taken: TakenIds) -> Iterator[Json | None]:
+    """A stream's events, whose ids are taken with each: tokens behind a stop string are none of the answer's."""
+    for raw in chunk.split(END_OF_EVENT):
+        yield from events(taken.take(raw + END_OF_EVENT))
 
 
 def _unanswered(failure: EngineCallError, decode: str) -> ApiError:
@@ -411,8 +381,6 @@ def _broken_stream(
     """What is known of a broken stream. Raises CannotResumeError."""
     if not isinstance(ready, DecidedRequest) or writer.ids is None:
         raise CannotResumeError("parameters")
-    if writer.is_torn:
-        raise CannotResumeError("not-kept")
     try:
         transcript = StreamTranscript.of(request.endpoint, writer.ids.latest + writer.latest)
     except NotPlainError:

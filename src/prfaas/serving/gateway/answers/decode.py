@@ -13,11 +13,11 @@ from prfaas.serving.gateway.answers.streams import (
     EngineAnswerError,
     EventStream,
     ResponseWriter,
-    read_whole,
+    WholeAnswer,
 )
-from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body, without_transfer_params
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.engine_client import EngineCallError, accuse
+from prfaas.serving.gateway.engine_client import EngineCallError, accuse, read_all
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest
@@ -62,14 +62,16 @@ class Decoder:
         async with self.open(request, ready) as answer:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
-                cut = PromptCut() if writer.ids is not None and not _wants_ids(request) else None
+                cut = None if writer.ids is None or writer.ids.is_asked else PromptCut()
                 stream = EventStream(answer, ready.decode, writer.dialect, cut=cut, ids=writer.ids)
                 note_answer_tokens(request.record, await writer.relay(stream, kind))
                 if stream.refused_status is not None:
                     self._note_refusal(request, ready, stream.refused_status)
                     self._prefill.abandon(ready, "the decode engine refused the request in its stream")
                 return await writer.end()
-            whole = await read_whole(answer, ready.decode, request.record)
+            body = await read_all(answer, ready.decode)
+            note_answer_tokens(request.record, body)
+            whole = WholeAnswer(answer.status, without_transfer_params(body), kind)
             if whole.status in _ENGINE_FAILURES:
                 raise EngineAnswerError(ready.decode, whole.status, answer=whole)
             if whole.status >= 400:
@@ -198,15 +200,11 @@ def _tells_ids(request: ServingRequest) -> bool:
     return request.resumes and not request.has_media and not isinstance(request.prompt, DirectPrompt)
 
 
-def _wants_ids(request: ServingRequest) -> bool:
-    return request.body.get("return_token_ids") is True
-
-
 def _taken_of(request: ServingRequest) -> TakenIds | None:
     """Where the token ids of a stream go; None: it has none."""
     if not _tells_ids(request):
         return None
-    return TakenIds(request.endpoint, is_asked=_wants_ids(request))
+    return TakenIds(request.endpoint, is_asked=request.body.get("return_token_ids") is True)
 
 
 async def _put_an_end_to(asking: "asyncio.Task[EngineResponse]") -> None:

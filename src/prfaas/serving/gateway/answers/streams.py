@@ -16,11 +16,9 @@ from aiohttp import HttpVersion11, web
 from prfaas.serving.gateway.answers.answer_bytes import (
     PromptCut,
     TakenIds,
-    note_answer_tokens,
-    safe_end,
     without_cached_tokens,
 )
-from prfaas.serving.gateway.bodies import ApiError, without_transfer_params
+from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call, is_ending
 from prfaas.serving.gateway.http_pool import EngineResponse
@@ -30,9 +28,6 @@ from prfaas.serving.gateway.request_log import RequestRecord
 EVENT_STREAM = "text/event-stream"
 _HEAD_TYPE = "text/event-stream; charset=utf-8"
 _KEEP_ALIVE = b": keep-alive\n\n"
-# Events that are longer are passed on in pieces.
-_LONGEST_EVENT_BYTES = 1 << 20
-
 # How long a client that reads slowly is waited for with the last event of a stream whose time is over.
 _LAST_WORDS_S = 1.0
 # A client that takes nothing of its answer for so long is cut off.
@@ -90,11 +85,9 @@ class EventStream:
         self._dialect = dialect
         self._ends = dialect.ends
         self._error_mark = dialect.error_mark
-        self._is_ending = False
         self._is_preface: Callable[[bytes], object] | None = dialect.is_preface
         self._held = b""
         self._partial = b""
-        self._passes_parts = False
         self.ended = False
         """Whether the mark at the stream's end has come."""
         self.failure: bytes | None = None
@@ -142,8 +135,11 @@ class EventStream:
             chunk = self._cut.take(chunk)
             if self._cut.done:
                 self._cut = None
-        if self._partial or self._passes_parts or not chunk.endswith(END_OF_EVENT):
-            chunk = self._whole_events(chunk)
+        if self._partial or not chunk.endswith(END_OF_EVENT):
+            chunk = self._partial + chunk
+            end = chunk.rfind(END_OF_EVENT)
+            end = 0 if end < 0 else end + len(END_OF_EVENT)
+            chunk, self._partial = chunk[:end], chunk[end:]
         if self._error_mark in chunk:
             chunk = self._before_failure(chunk)
         if self._ids is not None:
@@ -154,22 +150,9 @@ class EventStream:
             if self._is_preface(self._held):
                 return b""
             chunk, self._held, self._is_preface = self._held, b"", None
-        # The last event too may be so long that it passes in parts.
-        if chunk and (self._is_ending or self._ends(chunk)):
-            self._is_ending = True
-            self.ended = chunk.endswith(END_OF_EVENT)
+        if chunk and self._ends(chunk):
+            self.ended = True
         return self._dialect.cleaned(chunk) if self._dialect.nests_params else chunk
-
-    def _whole_events(self, chunk: bytes) -> bytes:
-        chunk = self._partial + chunk
-        found = chunk.rfind(END_OF_EVENT)
-        end = 0 if found < 0 else found + len(END_OF_EVENT)
-        if len(chunk) - end > _LONGEST_EVENT_BYTES:
-            end = max(end, safe_end(chunk))
-        self._partial = chunk[end:]
-        if end:
-            self._passes_parts = not chunk.endswith(END_OF_EVENT, 0, end)
-        return chunk[:end]
 
     def _before_failure(self, chunk: bytes) -> bytes:
         begin = chunk.find(self._error_mark)
@@ -180,16 +163,6 @@ class EventStream:
             return chunk
         self.failure = event
         return chunk[:begin]
-
-
-async def read_whole(response: EngineResponse, instance: str, record: RequestRecord) -> WholeAnswer:
-    """All of `response`. Raises EngineCallError."""
-    try:
-        body = await response.read()
-    except OSError as error:
-        raise failed_call(instance, error, begun=True) from error
-    note_answer_tokens(record, body)
-    return WholeAnswer(response.status, without_transfer_params(body), response.content_type)
 
 
 class ResponseWriter:
@@ -214,11 +187,6 @@ class ResponseWriter:
         """Token ids of the stream that is being written; None: none were asked for."""
         self.latest = b""
         """The events that were written last."""
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether what was written ends within an event."""
-        return bool(self.latest) and not self.latest.endswith(END_OF_EVENT)
 
     @property
     def begun(self) -> bool:
@@ -314,7 +282,7 @@ class ResponseWriter:
                 comment = self._stop_waiting()
                 if comment is not None:
                     await asyncio.wait((comment,))
-                await self._response.write(END_OF_EVENT + event if self.is_torn else event)
+                await self._response.write(event)
                 await self._response.write_eof()
         except TimeoutError:
             if self._http.transport is not None:
@@ -323,8 +291,7 @@ class ResponseWriter:
 
     async def break_off(self, sentence: str, event: bytes | None = None) -> None:
         """Write what ends a stream that no engine can continue: `event`, or an error that says `sentence`."""
-        event = event or self.dialect.error_event(502, sentence, self.latest)
-        await self.write(END_OF_EVENT + event if self.is_torn else event)
+        await self.write(event or self.dialect.error_event(502, sentence, self.latest))
         self._record.broken = True
 
     async def relay(self, stream: EventStream, content_type: str) -> bytes:

@@ -1,18 +1,21 @@
 """A stream as the client has it so far, and another engine's stream rewritten as the rest of it."""
 
 import asyncio
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 from tokenizers import Tokenizer
 
 from prfaas.core.sse import SseParser
+from prfaas.serving.gateway.answers.answer_bytes import TakenIds
+from prfaas.serving.gateway.answers.streams import ResponseWriter
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.prompts.prompt import Endpoint
+from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 
 # Enough of what comes before to see whether the text's first token would have been written another way there.
 _CONTEXT_TOKENS = 16
@@ -79,6 +82,15 @@ class AnswerText:
         return self._tokenizer
 
 
+class CannotResumeError(Exception):
+    """The stream can't be resumed."""
+
+    def __init__(self, outcome: str) -> None:
+        """`outcome`: why, in one word."""
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
 class NotPlainError(ValueError):
     """The stream holds more than one answer, or than its text."""
 
@@ -134,12 +146,8 @@ class StreamTranscript:
     """The latest event with a choice. Later events take its form."""
     choice: Json
     """The choice of that event."""
-    text: str = ""
-    """The text of all events that were noted."""
     finish_reason: str | None = None
     """Why the answer ended; None: the client has not been told yet."""
-    stop_reason: Any = None
-    """The stop string or token that ended it."""
     usage: Json | None = None
     """The latest usage; None: the client has none yet."""
     ended: bool = False
@@ -181,7 +189,7 @@ class StreamTranscript:
             self.usage = usage or self.usage
             return self._event(event, [], usage)
         choice = self._continued(choice)
-        if choice.get("delta") == {} and choice.get("finish_reason") is None:
+        if choice.get("delta") == {} and choice.get("finish_reason") is None and not choice.get("token_ids"):
             return b""
         if self.stops is not None:
             self._stopped(choice, self.stops, may_stop)
@@ -215,9 +223,9 @@ class StreamTranscript:
             self.finish_reason = self.finish_reason or "stop"
             return
         self.event, self.choice = event, choice
-        self.text += said_in(choice)
-        if choice.get("finish_reason") is not None:
-            self.finish_reason, self.stop_reason = choice["finish_reason"], choice.get("stop_reason")
+        # Raises for what is none.
+        said_in(choice)
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def _continued(self, choice: Json) -> Json:
         """A choice of the rest as one of this stream: it begins no answer."""
@@ -253,6 +261,35 @@ class StreamTranscript:
         if usage is not None or "usage" in event:
             told["usage"] = usage
         return DATA + orjson.dumps(told) + END_OF_EVENT
+
+
+@dataclass(slots=True, kw_only=True)
+class BegunAnswer:
+    """An answer of which the client has the beginning, and which an engine is to continue."""
+
+    request: ServingRequest
+    prompt: TokenizedPrompt
+    transcript: StreamTranscript
+    ids: TakenIds
+    writer: ResponseWriter
+    failed: list[str]
+    """All decode engines that have failed this request."""
+
+    @property
+    def includes_stop(self) -> bool:
+        """Whether the client is to have the stop string that ends the answer."""
+        return self.request.body.get("include_stop_str_in_output") is True
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRest:
+    """What an engine is asked for to continue an answer."""
+
+    request: ServingRequest
+    token_ids: "array[int]"
+    """The prompt and the answer so far."""
+    sent_tokens: int
+    """Tokens of the answer so far."""
 
 
 def events(written: bytes) -> Iterator[Json | None]:

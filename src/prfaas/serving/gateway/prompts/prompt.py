@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, cast
 
 from prfaas.core.prefix.hashing import PromptChains
-from prfaas.serving.gateway.bodies import ApiError, Json, WrittenIds
+from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.transport.ticket import MAX_USES
 
 
@@ -207,8 +207,8 @@ def _completion_prompt(body: Mapping[str, Any]) -> Prompt:
     if body.get("prompt_embeds") is not None:
         return _embeds_prompt(body["prompt_embeds"])
     prompt = body.get("prompt")
-    if isinstance(prompt, WrittenIds):
-        return TokenPrompt(prompt.ids)
+    if isinstance(prompt, array):
+        return TokenPrompt(prompt)
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -451,8 +451,8 @@ def tokens_left(
     return room if limit is None else min(room, limit - sent_tokens)
 
 
-def rest_body(endpoint: Endpoint, body: Json, written: WrittenIds, sent_tokens: int, max_tokens: int) -> Json:
-    """`body` as of a request for what follows `written`: the prompt and `sent_tokens` tokens of the answer.
+def rest_body(endpoint: Endpoint, body: Json, ids: "array[int]", sent_tokens: int, max_tokens: int) -> Json:
+    """`body` as of a request for what follows `ids`: the prompt and `sent_tokens` tokens of the answer.
 
     A chat gets the ids beside its messages. Stop strings are the gateway's to find: they may have begun already.
     """
@@ -465,5 +465,5 @@ def rest_body(endpoint: Endpoint, body: Json, written: WrittenIds, sent_tokens: 
     if body.get("min_tokens") is not None:
         rest["min_tokens"] = max(body["min_tokens"] - sent_tokens, 0)
     if endpoint is Endpoint.COMPLETIONS:
-        rest["prompt"] = written
+        rest["prompt"] = ids
     return rest

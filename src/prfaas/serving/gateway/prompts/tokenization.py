@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jinja2
 import msgspec
@@ -126,6 +126,7 @@ class _Rendered(msgspec.Struct):
     """What is used of an answer of `/render` (vLLM 0.32: `GenerateRequest`)."""
 
     token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+    sampling_params: dict[str, Any]
     features: _Features | None = None
 
     def prompt(self) -> "RenderedIds":
@@ -139,7 +140,7 @@ class _Rendered(msgspec.Struct):
         items.sort(key=attrgetter("offset"))
         if items and max(item.offset + item.tokens for item in items) > len(self.token_ids):
             raise ValueError("an item of media is beyond the prompt's end")
-        return RenderedIds(array("I", self.token_ids), tuple(items))
+        return RenderedIds(array("I", self.token_ids), tuple(items), self.sampling_params)
 
 
 _RenderedBatch = Annotated[list[_Rendered], msgspec.Meta(min_length=1)]
@@ -150,6 +151,8 @@ class RenderedIds(NamedTuple):
 
     token_ids: "array[int]"
     media: tuple[MediaItem, ...] = ()
+    sampling_params: Json | None = None
+    """How its answer is sampled, as the engine makes it of a request's fields; None: none was asked."""
 
 
 class Tokenization:
@@ -225,9 +228,9 @@ class Tokenization:
             return DirectPrompt("length")
         whole = self._why_whole(request, prompts)
         if whole is None:
-            return await self.hash_blocks(request, *prompts[0])
+            return await self.hash_blocks(request, *prompts[0][:2])
         prompts.sort(key=lambda each: len(each.token_ids), reverse=True)
-        hashed = [await self.hash_blocks(request, *each) for each in prompts[:_MOST_HASHED]]
+        hashed = [await self.hash_blocks(request, *each[:2]) for each in prompts[:_MOST_HASHED]]
         lengths = tuple(len(each.token_ids) for each in prompts)
         return DirectPrompt(whole, lengths, tuple(each.chains for each in hashed))
 
@@ -250,13 +253,14 @@ class Tokenization:
     async def _prompts(
         self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt
     ) -> list[RenderedIds]:
-        """Each prompt in ids. Raises EngineCallError.
+        """Each prompt in ids. Raises EngineCallError."""
+        return await self._all_own_ids(request, prompt) or await self.rendered(request)
+
+    async def rendered(self, request: ServingRequest) -> list[RenderedIds]:
+        """Each prompt as an engine makes it. Raises EngineCallError and NoDecodeInstanceError.
 
         In place of an engine that does not answer, or is to end, another one is asked. It is taken out of routing.
         """
-        own = await self._all_own_ids(request, prompt)
-        if own is not None:
-            return own
         # The answer's rules change no prompt, and `/render` knows nothing of beams.
         asked_for = {name: value for name, value in request.body.items() if name != "use_beam_search"}
         if request.has_media:
@@ -331,7 +335,7 @@ class Tokenization:
                         raise
                     break
                 own = await self._own_ids(prompt, len(body))
-                if own is None or [RenderedIds(own)] != rendered:
+                if own is None or [own] != [each.token_ids for each in rendered]:
                     break
             else:
                 agreed.add(endpoint)

@@ -6,8 +6,9 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Self
 
 import jinja2
 from jinja2.ext import loopcontrols
@@ -25,7 +26,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._template = environment.from_string(source)
@@ -80,18 +81,6 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
@@ -112,12 +101,6 @@ _SAMPLES = (
     "\x00\x01\x7f\ufffd\u202e<|im_start|><|endoftext|></s><s>[INST] <unk> <|im_end",
     "a" * 300 + "!" * 100 + "\n" * 50 + " " * 200 + "1" * 50,
 )
-
-
-class Encoder(Protocol):
-    """Token ids (uint32) of a text, in which special tokens are recognised, as in vLLM. May be called in threads."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]": ...
 
 
 class ReferenceEncoder:
@@ -147,6 +130,10 @@ class FastEncoder:
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         ids, _offsets = self._tokenizer.encode_batch_flat([text], add_special_tokens=add_special_tokens)
         return array("I", ids)
+
+
+Encoder = ReferenceEncoder | FastEncoder
+"""Token ids (uint32) of a text, in which special tokens are recognised, as in vLLM. May be called in threads."""
 
 
 def encoder_of(file: Path) -> Encoder:

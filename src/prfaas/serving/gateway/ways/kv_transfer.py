@@ -3,23 +3,20 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-import msgspec
-
-from prfaas.core.deployment import LocalTransfer
+from prfaas.core.deployment import Instance, LocalTransfer
 from prfaas.core.kv.rank_shares import transfers_per_rank
 from prfaas.core.scheduling.decision import Decision
 from prfaas.core.units import GB
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, EngineCallError
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.request_log import TransferredBytes
+from prfaas.serving.gateway.request_log import RequestRecord, TransferredBytes
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.tasks import run_together
+from prfaas.serving.tasks import BackgroundTasks, run_together
 from prfaas.serving.transport.handover import is_by_nixl
 from prfaas.serving.transport.observer import Observer, OnSoon
 from prfaas.serving.transport.resume_points import common
@@ -31,7 +28,7 @@ from prfaas.serving.transport.ticket import (
     Ticket,
     part_id,
 )
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus, read_body
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
 
@@ -103,25 +100,6 @@ class MovedPrefix:
     """What waits in the staging of the prefill instance. What went from pool to pool needs no ticket."""
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-
-
-class _StagingStats(msgspec.Struct):
-    """The part of a STATS answer that says how full a rank's staging is."""
-
-    staging_used_blocks: _Count
-    staging_total_blocks: _Count
-    staging_block_bytes: _Count
-
-
-@dataclass(frozen=True, slots=True)
-class StagingUse:
-    """Staging of all ranks of one instance."""
-
-    used_bytes: int
-    total_bytes: int
-
-
 class KvTransfers:
     """Waits for and abandons transfers at any decode engine of the deployment."""
 
@@ -134,24 +112,20 @@ class KvTransfers:
         self._stages: dict[str, int] = {}
         self._watchers = dict(watchers)
         self._clock = clock
-        self._consumers: set[str] = set()
+        self._closing = BackgroundTasks()
 
-    def add(self, consumer: str, watchers: tuple[Observer, ...], stages: int = 1) -> None:
-        """One more instance; nothing where it is there already."""
-        if self._watchers.setdefault(consumer, watchers) is watchers:
-            self._stages[consumer] = stages
-
-    async def forget(self, consumer: str) -> None:
-        """An instance has left: nothing waits for transfers there any more."""
-        self._consumers.discard(consumer)
-        self._stages.pop(consumer, None)
-        for watcher in self._watchers.pop(consumer, ()):
-            await watcher.close()
-
-    @property
-    def consumers(self) -> set[str]:
-        """All instances that transfers can be waited for at."""
-        return set(self._watchers)
+    def follow(
+        self, instances: Sequence[Instance], ranks_of: Callable[[Instance], tuple[Observer, ...]]
+    ) -> None:
+        """Transfers are waited for at these instances from now on, and at no others."""
+        for instance in instances:
+            if instance.name not in self._watchers:
+                self._watchers[instance.name] = ranks_of(instance)
+                self._stages[instance.name] = instance.rank_grid.stages
+        for name in self._watchers.keys() - {instance.name for instance in instances}:
+            self._stages.pop(name, None)
+            for watcher in self._watchers.pop(name):
+                self._closing.start(watcher.close())
 
     async def wait(
         self,
@@ -170,7 +144,6 @@ class KvTransfers:
         Raises:
             TransferFailedError: as soon as one rank will not get them.
         """
-        self._consumers.add(ticket.consumer)
         watched = self._watched(ticket, pulled=pulled)
         left = len(watched)
 
@@ -245,25 +218,8 @@ class KvTransfers:
             return False
         return True
 
-    async def staging(self, timeout_s: float) -> dict[str, StagingUse]:
-        """The staging of every instance that transfers were waited for at, as far as it answers in time."""
-        asked = tuple(self._consumers)
-        uses = await asyncio.gather(*(self._staging(consumer, timeout_s) for consumer in asked))
-        return {consumer: use for consumer, use in zip(asked, uses, strict=True) if use is not None}
-
-    async def _staging(self, consumer: str, timeout_s: float) -> StagingUse | None:
-        used_bytes = total_bytes = 0
-        try:
-            async with asyncio.timeout(timeout_s):
-                for watcher in self._watchers.get(consumer, ()):
-                    told = read_body(_StagingStats, await watcher.stats())
-                    used_bytes += told.staging_used_blocks * told.staging_block_bytes
-                    total_bytes += told.staging_total_blocks * told.staging_block_bytes
-        except (OSError, ValueError):
-            return None
-        return StagingUse(used_bytes, total_bytes)
-
     async def close(self) -> None:
+        await self._closing.finish()
         for ranks in self._watchers.values():
             for watcher in ranks:
                 await watcher.close()
@@ -355,23 +311,19 @@ async def kept_part(
 
 
 class EgressBill:
-    """Counts the cost of this gateway's transfers by link. Transfers that fail are not on it."""
+    """Counts what transfers put on links between clusters, and what that costs. Those that fail are not on it."""
 
     def __init__(self, running: RunningDeployment, metrics: Metrics) -> None:
         self._cost = metrics.egress_cost
         self._running = running
-        self._cluster_of: dict[str, str] = {}
-        self._learn()
 
-    def add(self, source: str, target: str, num_bytes: int) -> None:
-        """Bytes have gone from an instance or a pool to another one. Who has left meanwhile is counted still."""
-        if not {source, target} <= self._cluster_of.keys():
-            self._learn()
-        link = self._running.current.link(self._cluster_of[source], self._cluster_of[target])
-        if link is not None and link.egress_per_gb > 0:
-            self._cost.labels(link.name).inc(num_bytes * (link.egress_per_gb / GB))
-
-    def _learn(self) -> None:
-        current = self._running.current
-        self._cluster_of |= {instance.name: instance.cluster for instance in current.instances}
-        self._cluster_of |= {pool.name: pool.cluster for pool in current.pools}
+    def add(self, record: RequestRecord, source: str, target: str, num_bytes: int) -> None:
+        """Bytes of a request have gone from one cluster to another, or stayed in it."""
+        link = self._running.current.link(source, target)
+        if link is None:
+            return
+        record.egress_bytes += num_bytes
+        if link.egress_per_gb > 0:
+            cost = num_bytes * (link.egress_per_gb / GB)
+            record.egress_cost += cost
+            self._cost.labels(link.name).inc(cost)

@@ -36,7 +36,7 @@ class PrefixMoves:
         self._tenants = tenants
         self._plane = context.plane
         self._metrics = context.metrics
-        self._bill = EgressBill(context.running, context.metrics)
+        self.bill = EgressBill(context.running, context.metrics)
         self._context = context
 
     async def move(self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision) -> MovedPrefix:
@@ -87,7 +87,7 @@ class PrefixMoves:
         if result.reason:
             request.record.note(f"a prefix of pool {wanted.source} did not come whole: {result.reason}")
         self._note(request, result.outcome, result.copied_bytes)
-        self._bill.add(wanted.source, pool.name, result.copied_bytes)
+        self.bill.add(request.record, source.cluster, pool.cluster, result.copied_bytes)
         told: dict[str, AttributeValue] = {
             "prfaas.kv.producer": wanted.source,
             "prfaas.kv.consumer": pool.name,
@@ -128,7 +128,8 @@ class PrefixMoves:
         self._note(request, outcome, 0 if done is None else done.moved.total_bytes)
         if done is not None:
             request.record.prefix_moved = done.moved
-            self._bill.add(wanted.source, decision.prefill, done.moved.total_bytes)
+            source, target = (self._plane.members.instance(name) for name in (spec.producer, spec.consumer))
+            self.bill.add(request.record, source.cluster, target.cluster, done.moved.sent_bytes)
             request.record.took("cache_transfer", done.transfer_s)
         return done
 

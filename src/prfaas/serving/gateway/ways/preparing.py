@@ -148,29 +148,26 @@ class PrefillOrchestrator:
             return None
 
     async def prepare_again(
-        self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt, avoid: Collection[str]
+        self,
+        request: ServingRequest,
+        prompt: TokenizedPrompt | DirectPrompt,
+        avoid: Collection[str],
+        near_after: str | None = None,
     ) -> ReadyRequest:
-        """The same for a request whose decode engines `avoid` have failed it, by a new decision.
+        """The same for a request that instances `avoid` have failed, by a new decision.
+
+        `near_after`: inside of the PD cluster, since a prefill elsewhere has failed for that reason.
 
         Raises:
             NoDecodeInstanceError: no other engine can decode.
         """
         if isinstance(prompt, DirectPrompt):
             return self._direct(request, prompt, self.whole(prompt, avoid))
-        decision = self._plane.router.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
-        return await self._prepare(request, prompt, decision, avoid)
-
-    async def prepare_near(
-        self, request: ServingRequest, prompt: TokenizedPrompt, avoid: Collection[str], fallback: str
-    ) -> DecidedRequest:
-        """The same inside of the PD cluster, where a prefill elsewhere has failed for the reason `fallback`.
-
-        Raises:
-            NoDecodeInstanceError: no engine can decode.
-        """
-        decision = self._plane.router.route(len(prompt.token_ids), prompt.chains, avoid=avoid, offload=False)
+        decision = self._plane.router.route(
+            len(prompt.token_ids), prompt.chains, avoid=avoid, offload=near_after is None
+        )
         ready = await self._prepare(request, prompt, decision, avoid)
-        return replace(ready, fallback=ready.fallback or fallback)
+        return replace(ready, fallback=ready.fallback or near_after)
 
     async def loadable(
         self, early: EarlyRequest, rest: ServingRequest, rest_prompt: TokenizedPrompt

@@ -38,7 +38,7 @@ class ReadyRequest(ABC):
     @property
     def own_prefill_tokens(self) -> int:
         """Tokens that the decode engine prefills itself; 0 when it is not known, or none."""
-        return 0
+        return 0 if self.moves_kv else self.decision.prefill_tokens
 
     @property
     def own_reused_tokens(self) -> int:
@@ -68,10 +68,6 @@ class DirectRequest(ReadyRequest):
     """The decode engine gets it as it is, and prefills all of it."""
 
     prompt: DirectPrompt
-
-    @property
-    def own_prefill_tokens(self) -> int:
-        return self.decision.prefill_tokens
 
     def header(self) -> RouteHeader:
         name, is_seen = self.decode, self.prompt.num_tokens > 0
@@ -121,10 +117,6 @@ class DecidedRequest(ReadyRequest):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRequest(DecidedRequest):
     """The decode engine prefills."""
-
-    @property
-    def own_prefill_tokens(self) -> int:
-        return self.decision.prefill_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,7 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, SampledTokens
-from prfaas.serving.gateway.ways.kv_transfer import (
-    EgressBill,
-    MovedPrefix,
-    StartedTransfer,
-    TransferDone,
-)
+from prfaas.serving.gateway.ways.kv_transfer import MovedPrefix, StartedTransfer, TransferDone
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.ways.pull import PulledHop
 from prfaas.serving.gateway.ways.push import PrefillHop, TransferSpec, tell
@@ -68,7 +63,6 @@ class RemotePrefills:
         self._prefixes = prefixes
         self._plane = context.plane
         self._metrics = context.metrics
-        self._bill = EgressBill(context.running, context.metrics)
         self._running = context.running
 
     def free(self, ticket: Ticket, reason: str) -> None:
@@ -220,8 +214,8 @@ class RemotePrefills:
         metrics.prefill_seconds.labels(route).observe(done.prefill_s)
         metrics.transfer_seconds.labels(route).observe(done.transfer_s)
         metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
-        sent_bytes = done.moved.total_bytes + done.moved.checkpoint_bytes
-        self._bill.add(decision.prefill, decision.decode, sent_bytes)
+        source, target = (self._plane.members.instance(name) for name in (decision.prefill, decision.decode))
+        self._prefixes.bill.add(request.record, source.cluster, target.cluster, done.moved.sent_bytes)
         metrics.overlapped_bytes.labels(route).inc(done.moved.overlapped_bytes)
         # Both begin at once, and the transfer has just ended.
         begun_s = time.perf_counter() - done.transfer_s
