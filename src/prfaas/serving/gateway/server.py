@@ -155,7 +155,7 @@ class Gateway:
         self._tracing = _tracing(deployment, self._metrics)
         ledger = config.ledger
         self._ledger = None if ledger is None else Ledger(ledger, self._metrics.ledger_lost.inc)
-        self._entries = LedgerEntries(running, plane.cluster_state.view)
+        self._entries = LedgerEntries(running, plane.cluster_state.view, plane.experiment)
         log = RequestLog(options.kept_records, self._metrics, self._tracing, self._keep)
         admission = Admission(running, plane.waits)
         self._metrics.queue_wait_seconds.set_function(lambda: admission.queue_s)
@@ -199,6 +199,7 @@ class Gateway:
         row = None if self._ledger is None else self._entries.of(record, total_s)
         if self._ledger is not None and row is not None:
             self._ledger.add(row)
+            self._plane.experiment.hear(row)
 
     def _watch(self, deployment: Deployment) -> None:
         """Have transfers to every instance waited for."""
