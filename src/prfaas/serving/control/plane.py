@@ -127,16 +127,9 @@ class LivePlane:
         pools = PoolMonitor(running, members.pool_ports, state, engines.meters)
         # In the order in which they join; they leave in the other one.
         self.parts: list[Part] = [DeployedView(running, state, curves), members, engines, pools, self.links]
-        self.parts += [_budget(members, state, self.links), self.compatibility, self.experiment]
-        self.parts += [
-            self.router,
-            self.thresholds,
-            self._roles(facts, engines, metrics),
-            feed,
-            self.prefixes,
-            hot_prefixes,
-        ]
-        self.parts += [self.admission, self.health, self.drains, peer_lists, self.rank_stats]
+        self.parts += [_budget(members, state, self.links), self.compatibility, self.experiment, self.router]
+        self.parts += [self.thresholds, self._roles(facts, engines, metrics), feed, self.prefixes]
+        self.parts += [hot_prefixes, self.admission, self.health, self.drains, peer_lists, self.rank_stats]
         self.parts.append(GaugeWriter(self.parts, metrics, running, clock))
         self._connect(engines, pools, feed, metrics)
 
