@@ -36,6 +36,7 @@ def worth(
     Example: prfaas worth examples/when-it-pays.yaml --by hour
     """
     from prfaas.serving.ledger_file import open_ledger
+    from prfaas.serving.worth import effects
     from prfaas.serving.worth import worth as worth_of
 
     since_s = time.time() - 3600 * hours if hours else 0.0
@@ -44,17 +45,30 @@ def worth(
         for ledger in ledgers:
             stack.callback(ledger.close)
         total, rows = worth_of(ledgers, since_s=since_s), worth_of(ledgers, by, since_s)
+        compared = effects(ledgers, since_s)
         if export is not None:
             _export(ledgers, since_s, export)
     if as_json:
         print_json(
-            {"by": by, "all": [_document(each) for each in total], "rows": [_document(each) for each in rows]}
+            {
+                "by": by,
+                "all": [_document(each) for each in total],
+                "rows": [_document(each) for each in rows],
+                "experiments": {
+                    against: asdict(each) | {"saved_s": each.saved_s} for against, each in compared.items()
+                },
+            }
         )
         return
     if not total:
         raise CliError("no request was routed in that time; --hours 0 looks at all there is")
     for sentence in _sentences(total[0]):
         typer.echo(sentence)
+    for against, each in compared.items():
+        typer.echo(
+            f"Experiment against {against}: first tokens come {each.saved_s:.3g} ± {each.half_s:.2g} s sooner as it is "
+            f"({each.as_is_s:.3g} against {each.other_s:.3g} s, {each.pairs} pairs of slices)."
+        )
     if by != "all":
         console().print(_table(by, rows))
 

@@ -6,7 +6,7 @@ No prompt, no answer, no secret. Money is in the currency of the deployment file
 from msgspec import Struct
 from msgspec.structs import fields
 
-VERSION = 1
+VERSION = 2
 """Of the columns."""
 
 
@@ -21,6 +21,12 @@ class LedgerEntry(Struct, frozen=True, kw_only=True):
     at_s: float
     """Unix time of the arrival."""
     request_id: str
+    slice: int | None
+    """Of an experiment (`core/experiment.py`), by its number; None: there was none."""
+    arm: str
+    """How requests of that slice were routed: `as-is`, or what was other; empty: there was no experiment."""
+    washout: bool
+    """It came so soon after the slice before that it does not count."""
     tenant: str
     """A client's name; of a tenant that a header names, a digest; empty: nobody said."""
     streamed: bool

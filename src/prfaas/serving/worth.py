@@ -8,6 +8,8 @@ from typing import Literal
 
 from msgspec import convert
 
+from prfaas.core.experiment import Effect, SliceMean, effect
+
 By = Literal["hour", "hour-of-day", "cluster", "link", "length", "tenant", "all"]
 """What requests are put together by."""
 
@@ -139,3 +141,29 @@ def worth(ledgers: Iterable[sqlite3.Connection], by: By = "all", since_s: float 
             for name, number in zip(_COLUMNS, numbers, strict=True):
                 before[name] = before.get(name, 0) + number
     return [convert({"key": key, **numbers}, Worth) for key, numbers in sorted(found.items())]
+
+
+_SLICES = f"""SELECT slice, arm, count(*), sum(ttft_s) FROM requests
+    WHERE at_s >= ? AND arm != '' AND NOT washout AND {_TIMED} GROUP BY slice, arm"""
+
+
+def effects(ledgers: Iterable[sqlite3.Connection], since_s: float = 0.0) -> dict[str, Effect]:
+    """What the scheduler was worth as a whole, by what it was compared with; from experiments with enough slices."""
+    slices: dict[tuple[int, str], tuple[int, float]] = {}
+    for ledger in ledgers:
+        for number, arm, count, total_s in ledger.execute(_SLICES, (since_s,)):
+            before, before_s = slices.get((number, arm), (0, 0.0))
+            slices[number, arm] = before + count, before_s + total_s
+    compared: dict[str, set[int]] = {}
+    for number, arm in slices:
+        if arm != "as-is":
+            compared.setdefault(arm, set()).add(number // 2)
+    found = {
+        against: effect(
+            SliceMean(number, "other" if arm == against else "as-is", count, total_s / count)
+            for (number, arm), (count, total_s) in slices.items()
+            if number // 2 in pairs and arm in ("as-is", against)
+        )
+        for against, pairs in sorted(compared.items())
+    }
+    return {against: each for against, each in found.items() if each is not None}

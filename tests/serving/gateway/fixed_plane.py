@@ -19,9 +19,11 @@ from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.prefix.hashing import MediaItem, PromptChains
 from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.core.scheduling.view import NoDecodeInstanceError
+from prfaas.serving.control.experiment import Experiment
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.planning_inputs import kv_facts
 from prfaas.serving.own_process import LoopClock
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import LoopFailures
 
 BLOCK_TOKENS = 256
@@ -84,6 +86,7 @@ class FixedPlane:
         self.closed = False
         self.loop_clock, self.loop_failures = LoopClock(), LoopFailures()
         self.links = FixedLinks()
+        self.experiment = Experiment(RunningDeployment(deployment), b"secret")
         self.every_tokens = 0
         # All the parts that the gateway asks.
         self.router = self.members = self.cluster_state = self.admission = self.prefixes = self.waits = self

@@ -1,5 +1,8 @@
 """Records of requests that never were."""
 
+from typing import Any
+
+from prfaas.core.ledger import COLUMNS, LedgerEntry
 from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.serving.gateway.request_log import RequestRecord
 
@@ -24,3 +27,15 @@ def record_of(*, prompt_tokens: int, uncached_tokens: int) -> RequestRecord:
         prompt_tokens,
     )
     return record
+
+
+def ledger_row(**values: Any) -> Any:
+    """A row of a ledger of which nothing is known but these."""
+    blank: dict[str, Any] = dict.fromkeys(COLUMNS, 0) | {
+        "outcome": "ok",
+        "route": "local",
+        "attempts": 1,
+        "slice": None,
+        **dict.fromkeys(("arm", "tenant", "prefill_cluster", "decode_cluster"), ""),
+    }
+    return LedgerEntry(**(blank | values))

@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 from prfaas.cli.main import app
 from prfaas.cli.running import check_gateway
-from prfaas.core.deployment import LedgerConfig, load_deployment
+from prfaas.core.deployment import ExperimentConfig, LedgerConfig, load_deployment
 from prfaas.core.ledger import COLUMNS
 from prfaas.core.scheduling.decision import OtherWay
 from prfaas.serving import ledger_file
+from prfaas.serving.control.experiment import Experiment
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import TransferredBytes
@@ -29,9 +30,9 @@ from prfaas.serving.gateway.ways.kv_transfer import EgressBill
 from prfaas.serving.ledger_file import Ledger, open_ledger
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.secret_files import LedgerFileError
-from prfaas.serving.worth import By, worth
+from prfaas.serving.worth import By, effects, worth
 
-from .records import record_of
+from .records import ledger_row, record_of
 from .world import GATEWAY, World
 
 InWorld = Callable[..., None]
@@ -89,7 +90,8 @@ def test_money_is_of_the_files_prices(tmp_path: Path) -> None:
     (tmp_path / "deployment.yaml").write_text(text)
     deployment = load_deployment(tmp_path / "deployment.yaml", state_dir=tmp_path)
     running = RunningDeployment(deployment)
-    entries = LedgerEntries(running, view_of(deployment, None, prefill_curves(deployment), 0.0))
+    view = view_of(deployment, None, prefill_curves(deployment), 0.0)
+    entries = LedgerEntries(running, view, Experiment(running, b"secret"))
     bill = EgressBill(running, Metrics(CollectorRegistry()))
     record = record_of(prompt_tokens=30_000, uncached_tokens=30_000)
     attempt = record.attempts[0]
@@ -109,18 +111,6 @@ def test_money_is_of_the_files_prices(tmp_path: Path) -> None:
     assert 0 < row.gpu_s < row.other_gpu_s
 
 
-def _row(**values: Any) -> Any:
-    from prfaas.core.ledger import LedgerEntry
-
-    blank: dict[str, Any] = dict.fromkeys(COLUMNS, 0) | {
-        "outcome": "ok",
-        "route": "local",
-        "attempts": 1,
-        **dict.fromkeys(("tenant", "prefill_cluster", "decode_cluster"), ""),
-    }
-    return LedgerEntry(**(blank | values))
-
-
 def kept(file: Path, rows: list[Any]) -> sqlite3.Connection:
     connection = open_ledger(file)
     with connection:
@@ -135,10 +125,10 @@ def kept(file: Path, rows: list[Any]) -> sqlite3.Connection:
 def test_old_rows_and_too_many_are_dropped(tmp_path: Path) -> None:
     file, lost = tmp_path / "ledger.sqlite", []
     old = time.time() - 3 * 86_400
-    kept(file, [_row(at_s=old + number) for number in range(5)]).close()
+    kept(file, [ledger_row(at_s=old + number) for number in range(5)]).close()
     ledger = Ledger(LedgerConfig(file, days=2, requests=10), lost.append)
     for number in range(30):
-        ledger.add(_row(at_s=time.time() + number))
+        ledger.add(ledger_row(at_s=time.time() + number))
     ledger.close()
     # What is dropped is looked at once a minute, at first with the first rows.
     rows = rows_of(file)
@@ -154,7 +144,7 @@ def test_a_disk_that_stands_still_costs_rows_not_memory(
     lost: list[int] = []
     ledger = Ledger(LedgerConfig(tmp_path / "ledger.sqlite"), lost.append)
     for _ in range(8):
-        ledger.add(_row(at_s=time.time()))
+        ledger.add(ledger_row(at_s=time.time()))
     ledger.close()
     assert sum(lost) == 3
 
@@ -206,11 +196,11 @@ OFFLOADED = {
 def test_worth_adds_up(tmp_path: Path) -> None:
     hour = 3600.0
     rows = [
-        *(_row(at_s=hour * number, **OFFLOADED) for number in range(4)),
-        _row(at_s=9 * hour, **(OFFLOADED | {"outcome": "engine_error", "first_token_s": None})),
-        _row(at_s=hour, predicted_s=1.0, first_token_s=1.5, prompt_tokens=10, decode_cluster="home"),
+        *(ledger_row(at_s=hour * number, **OFFLOADED) for number in range(4)),
+        ledger_row(at_s=9 * hour, **(OFFLOADED | {"outcome": "engine_error", "first_token_s": None})),
+        ledger_row(at_s=hour, predicted_s=1.0, first_token_s=1.5, prompt_tokens=10, decode_cluster="home"),
         # It was sent twice: no error of the prediction.
-        _row(at_s=hour, predicted_s=1.0, first_token_s=9.0, prompt_tokens=10, attempts=2),
+        ledger_row(at_s=hour, predicted_s=1.0, first_token_s=9.0, prompt_tokens=10, attempts=2),
     ]
     ledger = kept(tmp_path / "a.sqlite", rows)
     (total,) = worth([ledger])
@@ -230,9 +220,9 @@ def test_worth_adds_up(tmp_path: Path) -> None:
 
 
 def test_the_holdout_says_what_one_more_is_worth(tmp_path: Path) -> None:
-    rows = [_row(at_s=1.0, **(OFFLOADED | {"first_token_s": 2.0 + (n % 3) / 10})) for n in range(60)]
+    rows = [ledger_row(at_s=1.0, **(OFFLOADED | {"first_token_s": 2.0 + (n % 3) / 10})) for n in range(60)]
     rows += [
-        _row(at_s=1.0, held_out=1, first_token_s=3.0 + (n % 3) / 10, predicted_s=3.0, other_s=1.0)
+        ledger_row(at_s=1.0, held_out=1, first_token_s=3.0 + (n % 3) / 10, predicted_s=3.0, other_s=1.0)
         for n in range(30)
     ]
     (total,) = worth([kept(tmp_path / "a.sqlite", rows)])
@@ -245,7 +235,7 @@ def test_the_holdout_says_what_one_more_is_worth(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     file, table = tmp_path / "a.sqlite", tmp_path / "rows.csv"
-    kept(file, [_row(at_s=time.time(), **OFFLOADED) for _ in range(3)]).close()
+    kept(file, [ledger_row(at_s=time.time(), **OFFLOADED) for _ in range(3)]).close()
     result = CliRunner().invoke(app, ["worth", str(file), "--csv", str(table)])
     assert result.exit_code == 0, result.output
     assert "3 of 3 requests were offloaded." in result.output
@@ -254,3 +244,72 @@ def test_the_command(tmp_path: Path) -> None:
     assert len(table.read_text().splitlines()) == 4
     document = json.loads(CliRunner().invoke(app, ["worth", str(file), "--json"]).output)
     assert document["all"][0]["saved_share"] == pytest.approx(0.5)
+
+
+def test_slices_of_an_experiment_are_routed_and_kept_apart(in_world: InWorld, tmp_path: Path) -> None:
+    file = tmp_path / "ledger.sqlite"
+
+    async def body(world: World) -> None:
+        assert world.live is not None
+        told: list[str] = []
+        # A slice is over soon; each request lies in whichever is now.
+        while len(set(told)) < 2 and len(told) < 200:
+            now = world.live.experiment.state(0.0)["experiment"]
+            assert now["against"] == "local_only" and now["ended"] is None
+            told.append(now["arm"])
+            body = {"model": "stand-in", "prompt": LONG, "stream": True, "max_tokens": 1}
+            async with world.client.post("/v1/completions", json=body) as response:
+                await response.read()
+
+    experiment = ExperimentConfig(slice_s=0.3, washout_s=0.0)
+    config = replace(GATEWAY, ledger=LedgerConfig(file), experiment=experiment)
+    in_world(body, live=True, gateway_config=config)
+    rows = rows_of(file)
+    assert {row["arm"] for row in rows} == {"as-is", "local_only"}
+    # A request that was decided at the seam of two may be named by the next one.
+    assert sum((row["route"] == "offload") != (row["arm"] == "as-is") for row in rows) <= 2
+    assert len({(row["slice"], row["arm"]) for row in rows}) == len({row["slice"] for row in rows})
+
+
+def slices_of(pairs: range, saved_s: float, against: str = "local_only") -> list[Any]:
+    return [
+        ledger_row(
+            at_s=1e9 + pair, slice=2 * pair + half, arm=arm, ttft_s=ttft_s + pair % 3 / 10, first_token_s=1.0
+        )
+        for pair in pairs
+        for half, (arm, ttft_s) in enumerate((("as-is", 1.0), (against, 1.0 + saved_s)))
+        for _ in range(8)
+    ]
+
+
+def test_an_experiment_says_what_it_is_worth(tmp_path: Path) -> None:
+    washout = [
+        ledger_row(at_s=1e9, slice=2 * pair, arm="as-is", ttft_s=99.0, washout=True) for pair in range(6)
+    ]
+    failed = [ledger_row(at_s=1e9, slice=2, arm="local_only", ttft_s=99.0, outcome="engine_error")]
+    rows = slices_of(range(6), 0.5) + washout + failed
+    # One gateway of two has half of each slice.
+    ledgers = [kept(tmp_path / f"{half}.sqlite", rows[half::2]) for half in range(2)]
+    assert worth(ledgers)[0].requests == len(rows)
+    (against, found), *others = effects(ledgers).items()
+    assert (against, found.pairs, others) == ("local_only", 6, [])
+    assert found.saved_s == pytest.approx(0.5) and found.half_s == pytest.approx(0.0, abs=1e-9)
+    assert found.as_is_s == pytest.approx(1.1)
+    # Another one, later in the same ledger, has pairs of its own.
+    later = kept(tmp_path / "later.sqlite", slices_of(range(10, 14), -0.2, "threshold 8000"))
+    both = effects([*ledgers, later])
+    assert {name: round(each.saved_s, 9) for name, each in both.items()} == {
+        "local_only": 0.5,
+        "threshold 8000": -0.2,
+    }
+    assert effects([later], since_s=1e9 + 12) == {}
+
+
+def test_worth_tells_of_an_experiment(tmp_path: Path) -> None:
+    kept(tmp_path / "a.sqlite", slices_of(range(6), 0.5)).close()
+    told = CliRunner().invoke(app, ["worth", str(tmp_path / "a.sqlite"), "--hours", "0"])
+    assert "against local_only: first tokens come 0.5 ±" in told.stdout
+    document = json.loads(
+        CliRunner().invoke(app, ["worth", str(tmp_path / "a.sqlite"), "--hours", "0", "--json"]).stdout
+    )
+    assert document["experiments"]["local_only"]["pairs"] == 6

@@ -16,6 +16,7 @@ from prfaas.core.deployment.difference import AppliedDeployment, DeploymentDiffe
 from prfaas.core.deployment.engine import EngineConfig, LocalTransfer, TransferLimits
 from prfaas.core.deployment.gateway import (
     AdminConfig,
+    ExperimentConfig,
     FirstTokenSource,
     FleetConfig,
     GatewayConfig,
@@ -54,6 +55,7 @@ __all__ = [
     "DeploymentError",
     "EngineConfig",
     "EventsEndpoint",
+    "ExperimentConfig",
     "FirstTokenSource",
     "FleetConfig",
     "GatewayConfig",

@@ -110,6 +110,7 @@ def _common(file: DeploymentFile) -> None:
     if not counted and not any("prefill" in instance.roles for _, _, instance in _instances(file)):
         raise file.error(("clusters",), "no instance has the role prefill; give it to at least one")
     _policy(file)
+    _experiment(file)
     _speed(file)
     check_cluster_dtypes(file)
     if file.gives(("pool",)) and not any(cluster.pool for cluster in file.clusters):
@@ -246,18 +247,43 @@ def _cluster(file: DeploymentFile, place: Location, cluster: ClusterSection) -> 
 def _policy(file: DeploymentFile) -> None:
     # Whether a class can be imported matters only where requests are routed: engines start without it.
     policy = file.routing.policy
-    if policy not in BUILT_IN_POLICIES and ":" not in policy:
-        installed = [each.name for each in entry_points(group=POLICY_ENTRY_POINTS)]
-        known = dict.fromkeys([*BUILT_IN_POLICIES, *installed])
-        if policy not in known:
-            raise file.error(
-                ("routing", "policy"),
-                f'there is no policy "{policy}"; there are {", ".join(known)}, and any class written as '
-                "package.module:Class",
-            )
+    _known_policy(file, ("routing", "policy"), policy)
     if policy == "static_threshold" and "threshold_tokens" in file.routing.params:
         problem = "is written as routing.threshold_tokens; give it there"
         raise file.error(("routing", "params", "threshold_tokens"), problem)
+
+
+def _known_policy(file: DeploymentFile, place: Location, policy: str) -> None:
+    if policy in BUILT_IN_POLICIES or ":" in policy:
+        return
+    known = dict.fromkeys(
+        [*BUILT_IN_POLICIES, *(each.name for each in entry_points(group=POLICY_ENTRY_POINTS))]
+    )
+    if policy not in known:
+        raise file.error(
+            place,
+            f'there is no policy "{policy}"; there are {", ".join(known)}, and any class written as '
+            "package.module:Class",
+        )
+
+
+def _experiment(file: DeploymentFile) -> None:
+    place, experiment = ("gateway", "experiment"), file.gateway.experiment
+    if experiment is None:
+        return
+    _known_policy(file, (*place, "against"), experiment.against)
+    given = [name for name in ("against", "without_link", "threshold_tokens") if file.gives((*place, name))]
+    if len(given) > 1:
+        raise file.error(place, f"has {given[0]} and {given[1]}; give one of them")
+    if file.gateway.ledger is None:
+        raise file.error(place, "needs gateway.ledger, where what comes of it is kept; add one")
+    if experiment.washout_s >= experiment.slice_s:
+        problem = f"must be less than slice_s ({experiment.slice_s:g}), or no request would count"
+        raise file.error((*place, "washout_s"), problem)
+    links = [f"{link.source}->{link.target}" for link in file.links]
+    if experiment.without_link is not None and experiment.without_link not in links:
+        problem = f'there is no link "{experiment.without_link}"; there are {", ".join(links) or "none"}'
+        raise file.error((*place, "without_link"), problem)
 
 
 def _speed(file: DeploymentFile) -> None:

@@ -14,6 +14,7 @@ from prfaas.core.deployment.field_types import (
     Host,
     HostName,
     Name,
+    PolicyName,
     Port,
     Positive,
     Seconds,
@@ -88,6 +89,24 @@ class LedgerConfig(Section, on_change=GATEWAY_AGAIN):
 
 
 @dataclass(frozen=True, slots=True)
+class ExperimentConfig(Section, on_change=LIVE):
+    """PrfaaS as the file says against another way, in slices of time: `prfaas worth` says the difference."""
+
+    against: PolicyName = "local_only"
+    """Policy of the other slices; `local_only`: nothing is offloaded."""
+    without_link: Annotated[Text | None, GIVEN] = None
+    """In place of another policy: the file's own without this link, SOURCE->TARGET."""
+    threshold_tokens: Annotated[Positive | None, GIVEN] = None
+    """In place of another policy: the file's own with this threshold in all clusters."""
+    slice_s: Annotated[Seconds, Field(ge=1)] = 600.0
+    """Length of a slice. Two make a pair, in which chance says which comes first."""
+    washout_s: Annotated[float, Field(strict=True, ge=0)] = 60.0
+    """At the beginning of each slice, whose requests don't count: queues are still those of the slice before."""
+    most_harm: Annotated[float, Field(strict=True, ge=0, le=100)] = 0.5
+    """It ends by itself once first tokens take longer by this share in a slice of the other way."""
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig(Section, on_change=LIVE):
     """Where clients and operators connect, and what clients are told."""
 
@@ -122,6 +141,8 @@ class GatewayConfig(Section, on_change=LIVE):
     """The cluster whose network the gateway is in; left out: the one that decodes, where only one does."""
     ledger: Annotated[LedgerConfig | None, GIVEN, GATEWAY_AGAIN] = None
     """Where each request's predictions and outcome are kept; left out: nowhere."""
+    experiment: Annotated[ExperimentConfig | None, GIVEN] = None
+    """What the file's way of routing is measured against; needs a ledger; left out: nothing."""
     tracing: Annotated[TracingConfig | None, GIVEN, EVERYTHING] = None
     """Where traces go; left out: what `OTEL_*` variables of the environment say."""
 

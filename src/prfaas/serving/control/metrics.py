@@ -24,6 +24,8 @@ class ControlMetrics(DeclaredMetrics):
 
     decisions = counter("Routed requests, by decision.", "route", "reason")
     policy_failures = counter("Decisions that a policy of one's own failed to make.")
+    experiment_other = gauge("1 while requests are routed as the experiment's other way.")
+    experiment_ended = gauge("1 once the experiment has ended by itself, since the other way hurt.")
     cache_transfers = counter("Decisions that move a cached prefix first.")
     threshold_tokens = gauge("Uncached tokens above which a PD cluster offloads (+Inf: never).", "cluster")
     threshold_changes = counter("Moves of a threshold.", "cluster", "reason")

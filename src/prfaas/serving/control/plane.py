@@ -22,6 +22,7 @@ from prfaas.serving.control.deployed_view import DeployedView
 from prfaas.serving.control.drains import InstanceDrains
 from prfaas.serving.control.engine_monitor import EngineMonitor
 from prfaas.serving.control.engine_reading import EngineReading
+from prfaas.serving.control.experiment import Experiment
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
@@ -89,7 +90,8 @@ class LivePlane:
         self.prefixes, feed = _prefixes(members, state, kv_model, metrics)
         copier = PoolCopier(running, members.key, members.pool_ports)
         hot_prefixes = HotPrefixes(state, copier, metrics=metrics)
-        self.router = Router(running, state, self.prefixes, hot_prefixes, metrics)
+        self.experiment = Experiment(running, members.key)
+        self.router = Router(running, state, self.prefixes, hot_prefixes, self.experiment, metrics)
         self.admission = PrefillAdmission(
             state,
             batch_tokens=current.engine.max_num_batched_tokens,
@@ -106,7 +108,6 @@ class LivePlane:
         facts = LiveFacts(running, kv_model, state, curves, engines.meters)
         shape = KvShape(running, state, facts, self.prefixes, is_known=kv_model is not None)
         listeners.told += [self.compatibility.hear, peer_lists.hear, self.drains.hear]
-        listeners.told.append(lambda name, _rank, stats: self.prefixes.learn_stats(name, stats))
         listeners.told.append(lambda name, _rank, stats: shape.learn_stats(name, stats))
         self.thresholds = Thresholds(
             running,
@@ -126,9 +127,9 @@ class LivePlane:
         pools = PoolMonitor(running, members.pool_ports, state, engines.meters)
         # In the order in which they join; they leave in the other one.
         self.parts: list[Part] = [DeployedView(running, state, curves), members, engines, pools, self.links]
-        self.parts += [_budget(members, state, self.links), self.compatibility, self.router, self.thresholds]
-        self.parts += [self._roles(facts, engines, metrics), feed, self.prefixes, hot_prefixes]
-        self.parts += [self.admission, self.health, self.drains, peer_lists, self.rank_stats]
+        self.parts += [_budget(members, state, self.links), self.compatibility, self.experiment, self.router]
+        self.parts += [self.thresholds, self._roles(facts, engines, metrics), feed, self.prefixes]
+        self.parts += [hot_prefixes, self.admission, self.health, self.drains, peer_lists, self.rank_stats]
         self.parts.append(GaugeWriter(self.parts, metrics, running, clock))
         self._connect(engines, pools, feed, metrics)
 
@@ -166,6 +167,7 @@ class LivePlane:
                 metrics.suspicions.labels(name).inc()
             listeners.changed.tell(name)
 
+        listeners.told.append(lambda name, _rank, stats: self.prefixes.learn_stats(name, stats))
         listeners.read.append(on_read)
         listeners.healthy.append(on_healthy)
         listeners.lost_cache += [feed.lost, self.drains.ended]

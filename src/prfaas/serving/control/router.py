@@ -17,6 +17,7 @@ from prfaas.core.scheduling.policy import Policy, make_policy
 from prfaas.core.scheduling.routing import prefill_at_decode
 from prfaas.core.scheduling.view import View
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.experiment import Experiment
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
@@ -74,6 +75,7 @@ class Router(Part):
         cluster_state: ClusterState,
         prefixes: PrefixKnowledge,
         hot_prefixes: HotPrefixes,
+        experiment: Experiment,
         metrics: ControlMetrics,
     ) -> None:
         """
@@ -82,6 +84,7 @@ class Router(Part):
             cluster_state: has the view that the policy reads.
             prefixes: who holds what of a prompt.
             hot_prefixes: is told what was missed.
+            experiment: may have another policy decide.
             metrics: count decisions.
 
         Raises:
@@ -91,6 +94,7 @@ class Router(Part):
         self._cluster_state = cluster_state
         self._prefixes = prefixes
         self._hot_prefixes = hot_prefixes
+        self._experiment = experiment
         self._metrics = metrics
         self._local = make_policy("local_only")
         self._routed = 0
@@ -125,7 +129,7 @@ class Router(Part):
         match = self._prefixes.match(chains)
         self._routed += 1
         request = self._prefixes.request(match, num_tokens, self._routed, first_from_prefill)
-        policy = self._policy if offload else self._local
+        policy, view = self._experiment.way(self._policy, view) if offload else (self._local, view)
         decision = policy.decide(request, view)
         if decision.route is Route.OFFLOAD and not avoid:
             decision = self._beside_local(decision, request, view)

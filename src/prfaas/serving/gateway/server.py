@@ -153,7 +153,7 @@ class Gateway:
         self._tracing = _tracing(deployment, self._metrics)
         ledger = config.ledger
         self._ledger = None if ledger is None else Ledger(ledger, self._metrics.ledger_lost.inc)
-        self._entries = LedgerEntries(running, plane.cluster_state.view)
+        self._entries = LedgerEntries(running, plane.cluster_state.view, plane.experiment)
         log = RequestLog(options.kept_records, self._metrics, self._tracing, self._keep)
         admission = Admission(running, plane.waits)
         self._metrics.queue_wait_seconds.set_function(plane.waits.least)
@@ -197,6 +197,7 @@ class Gateway:
         row = None if self._ledger is None else self._entries.of(record, total_s)
         if self._ledger is not None and row is not None:
             self._ledger.add(row)
+            self._plane.experiment.hear(row)
 
     def follow(self, _before: AppliedDeployment, applied: AppliedDeployment) -> None:
         """Serve another deployment from now on. What is open goes on."""

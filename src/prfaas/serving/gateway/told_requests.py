@@ -13,6 +13,7 @@ from prfaas.core.kv.model import KvModel
 from prfaas.core.ledger import LedgerEntry
 from prfaas.core.scheduling.decision import HELD_OUT, Decision
 from prfaas.core.scheduling.view import View
+from prfaas.serving.control.experiment import Experiment
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.request_log import Attempt, RequestRecord, TransferredBytes
 from prfaas.serving.running_deployment import RunningDeployment
@@ -171,10 +172,16 @@ def _finite(value: float) -> float | None:
 class LedgerEntries:
     """Makes a ledger's rows of records, with the GPUs of the deployment that runs."""
 
-    def __init__(self, running: RunningDeployment, view: View) -> None:
-        """`view`: has the times of prefills, as the control plane knows them now."""
+    def __init__(self, running: RunningDeployment, view: View, experiment: Experiment) -> None:
+        """
+        Args:
+            running: knows the instances.
+            view: has the times of prefills, as the control plane knows them now.
+            experiment: knows how a moment's requests were routed.
+        """
         self._running = running
         self._view = view
+        self._experiment = experiment
         self._read(running.current)
 
     def _read(self, deployment: Deployment) -> None:
@@ -195,7 +202,11 @@ class LedgerEntries:
         other, prompt_tokens = decision.other, record.prompt_tokens
         source, target = (self._places.get(name, ("", 0))[0] for name in (decision.prefill, decision.decode))
         moved = _sum(record.attempts) or TransferredBytes(0, 0)
-        ttft_s = steps.get("first_byte") if record.streamed else None
+        ttft_s, decided_s = (
+            steps.get("first_byte") if record.streamed else None,
+            record.starts_s.get("decide", 0.0),
+        )
+        at = self._experiment.at(record.at_s + decided_s)
         gpu_s, gpu_cost = self._gpu(decision.prefill, decision.prefill_tokens, prompt_tokens)
         other_gpu_s = other_gpu_cost = None
         if other is not None:
@@ -203,6 +214,9 @@ class LedgerEntries:
         return LedgerEntry(
             at_s=record.at_s,
             request_id=record.request_id,
+            slice=None if at is None else at.number,
+            arm=self._experiment.arm(at),
+            washout=at is not None and not at.counts,
             tenant=record.tenant,
             streamed=record.streamed,
             outcome=record.outcome,
@@ -218,7 +232,7 @@ class LedgerEntries:
             answer_tokens=record.generated_tokens,
             predicted_s=decision.first_token_s,
             other_s=None if other is None else other.first_token_s,
-            first_token_s=None if ttft_s is None else max(ttft_s - record.starts_s.get("decide", 0.0), 0.0),
+            first_token_s=None if ttft_s is None else max(ttft_s - decided_s, 0.0),
             ttft_s=ttft_s,
             total_s=total_s,
             turn_s=steps.get("turn", 0.0),
