@@ -166,6 +166,27 @@ def test_who_does_not_come_back_is_named(fleet: Fleet) -> None:
         fleet.roll(["d-0"], ready_s=0.2, command="sleep 60")
 
 
+@pytest.mark.parametrize("lost_at", range(7))
+def test_a_gateway_that_is_lost_leaves_no_engine_out_unsaid(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, lost_at: int
+) -> None:
+    """Whichever question is the first that it does not answer."""
+    asked, ask = [], fleet.ask
+
+    def lost(path: str, method: str) -> dict[str, Any]:
+        asked.append(path)
+        if len(asked) > lost_at:
+            raise RolloutError("no gateway answers at http://gateway")
+        return ask(path, method)
+
+    monkeypatch.setattr(fleet, "ask", lost)
+    with pytest.raises(RolloutError, match="no gateway answers") as error:
+        fleet.roll()
+    said = [name for name in NAMES if f"{name} was not replaced" in str(error.value)]
+    assert set(said) >= fleet.drained
+    assert bool(said) == ("it is drained" in str(error.value))
+
+
 def test_what_is_open_after_its_time_goes_on_elsewhere(fleet: Fleet) -> None:
     fleet.open["d-0"] = 3
     assert fleet.roll(["d-0"], drain_s=0.0)[0].left_requests == 3

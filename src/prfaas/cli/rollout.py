@@ -1,6 +1,6 @@
 """`prfaas rollout`: every engine of a running deployment is replaced, one after the other."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -73,13 +73,20 @@ def rollout(
         with_gap=with_gap,
         new_answers=new_answers,
     )
-    ask = partial(fetch, admin_address(str(deployment), token_file))
+    admin = admin_address(str(deployment), token_file)
+
+    def ask(path: str, method: str) -> dict[str, Any]:
+        try:
+            return fetch(admin, path, method)
+        except CliError as error:
+            raise RolloutError(str(error)) from None
+
     tell = partial(typer.echo, err=True)
     done: list[Replaced] = []
     trouble: Exception | None = None
     try:
         asyncio.run(replace_all(loaded, ask, settings, None if resume else instances or [], done, tell))
-    except (RolloutError, CliError) as error:
+    except RolloutError as error:
         trouble = error
     if as_json:
         print_json({"replaced": list(map(asdict, done)), "failed": trouble and str(trouble)})

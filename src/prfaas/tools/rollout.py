@@ -28,7 +28,7 @@ _MESSAGE_CHARACTERS = 300
 
 State = Mapping[str, Any]
 Ask = Callable[[str, str], State]
-"""A page of the gateway's operators, by path and method."""
+"""A page of the gateway's operators, by path and method. Raises RolloutError where the gateway does not answer so."""
 
 
 class RolloutError(Exception):
@@ -152,6 +152,8 @@ class Rollout:
         self._session = session
         self._settings = settings
         self._tell = tell
+        self._out: Instance | None = None
+        """It is drained, and does not take part again yet."""
         self._tls = identity_of(deployment, TOOLS)
         self._ports = KvPorts(TOOLS, load_key(deployment.security.key_file), self._tls)
 
@@ -188,7 +190,10 @@ class Rollout:
         return Replaced(names, left, round(drained_s - began_s, 3), round(away_s, 3), answers[0])
 
     async def _ask(self, path: str, method: str = "GET") -> State:
-        return await asyncio.to_thread(self._ask_gateway, path, method)
+        try:
+            return await asyncio.to_thread(self._ask_gateway, path, method)
+        except RolloutError as error:
+            raise error if self._out is None else self._failed(self._out, str(error)) from None
 
     async def _instances(self) -> dict[str, State]:
         """All instances, with `is_in`: whether every gateway of the fleet sends it work. Each judges for itself."""
@@ -217,6 +222,7 @@ class Rollout:
         """Returns how many requests are left when the time is over."""
         # One names its group.
         await self._ask(f"/prfaas/instances/{unit[0].name}/drain", "POST")
+        self._out = unit[0]
         deadline_s = time.monotonic() + self._settings.drain_s
         while True:
             instances = await self._instances()
@@ -298,6 +304,7 @@ class Rollout:
             instances = await self._instances()
             out = [each for each in unit if not instances[each.name]["is_in"]]
             if not out:
+                self._out = None
                 return
             if time.monotonic() >= deadline_s:
                 why = instances[out[0].name]["suspicion"] or "it is drained, or another gateway waits"
