@@ -33,6 +33,7 @@ from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.experiment import Slices
 from prfaas.core.ledger import COLUMNS
 from prfaas.core.planner import best_operation, problem_of
+from prfaas.core.planner.survival import losses
 from prfaas.core.scheduling.decision import HELD_OUT, Decision, Route, RoutingRequest
 from prfaas.core.scheduling.policy import make_policy
 from prfaas.core.scheduling.view import View
@@ -91,8 +92,11 @@ def slices(secret: int) -> Slices:
 
 @cache
 def planned() -> tuple[PlannedDeployment, float]:
+    """The deployment, and the rate that it carries while nothing is offloaded."""
     deployment = load_planned(EXAMPLE)
-    return deployment, best_operation(problem_of(deployment)).lambda_max
+    problem = problem_of(deployment)
+    left = losses(problem, best_operation(problem))
+    return deployment, min(each.rate_at_once for each in left if each.kind == "link")
 
 
 @dataclass(frozen=True)
@@ -101,18 +105,21 @@ class Run:
 
     policy: str
     params: tuple[tuple[str, float], ...]
-    rate_share: float
+    load: float
     duration_s: float
     seed: int
 
 
 def simulated(run: Run) -> Result:
-    deployment, lambda_max = planned()
+    deployment, rate_rps = planned()
     workload = problem_of(deployment).workload
     traffic = IndependentTraffic(
-        Poisson(run.rate_share * lambda_max), workload.uncached, fixed(workload.output_tokens)
+        Poisson(run.load * rate_rps), workload.uncached, fixed(workload.output_tokens)
     )
-    scenario = scenario_of(deployment, policy=run.policy, params=dict(run.params))
+    # Roles as they stand: a whole day without PrfaaS would change them, slices do not.
+    scenario = scenario_of(
+        deployment, policy=run.policy, params=dict(run.params), adapts=False, allocation=False
+    )
     chunks = traffic.chunks(np.random.default_rng(run.seed))
     return simulate(scenario, chunks, seed=run.seed, duration_s=run.duration_s)
 
@@ -187,7 +194,9 @@ def main() -> int:
     parser.add_argument(
         "--share", type=float, default=0.1, help="of the offloaded requests that are held out"
     )
-    parser.add_argument("--rate-share", type=float, default=0.35, help="of the highest rate of the plan")
+    parser.add_argument(
+        "--load", type=float, default=0.7, help="of what is carried while nothing is offloaded"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -195,7 +204,7 @@ def main() -> int:
     duration_s = 2 * SLICE_S * options.pairs / 0.9
 
     def run(policy: str, seed: int, times: float = 1.0, **params: float) -> Run:
-        return Run(policy, tuple(params.items()), options.rate_share, duration_s * times, seed)
+        return Run(policy, tuple(params.items()), options.load, duration_s * times, seed)
 
     seeds = range(options.seed, options.seed + options.runs)
     found = {}
