@@ -13,7 +13,7 @@ from prfaas.serving.gateway.answers.streams import (
     EngineAnswerError,
     EventStream,
     ResponseWriter,
-    read_whole,
+    whole_answer,
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
@@ -69,7 +69,7 @@ class Decoder:
                     self._note_refusal(request, ready, stream.refused_status)
                     self._prefill.abandon(ready, "the decode engine refused the request in its stream")
                 return await writer.end()
-            whole = await read_whole(answer, ready.decode, request.record)
+            whole = await whole_answer(answer, ready.decode, request.record)
             if whole.status in _ENGINE_FAILURES:
                 raise EngineAnswerError(ready.decode, whole.status, answer=whole)
             if whole.status >= 400:

@@ -22,7 +22,7 @@ from prfaas.serving.gateway.answers.answer_bytes import (
 )
 from prfaas.serving.gateway.bodies import ApiError, without_transfer_params
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
-from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call, is_ending
+from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call, is_ending, read_whole
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord
@@ -92,7 +92,7 @@ class EventStream:
         self._error_mark = dialect.error_mark
         self._is_ending = False
         self._is_preface: Callable[[bytes], object] | None = dialect.is_preface
-        self._held = b""
+        self._held = bytearray()
         self._partial = b""
         self._passes_parts = False
         self.ended = False
@@ -117,7 +117,12 @@ class EventStream:
                 raise failed_call(self._instance, error, begun=True) from error
             if not chunk:
                 raise EngineCallError(self._instance, "died", "ended its stream early")
-            events = self.take(chunk)
+            try:
+                events = self.take(chunk)
+            except (ValueError, OverflowError) as error:
+                # Not its text, which quotes the answer.
+                detail = f"token ids that are none: {type(error).__name__}"
+                raise EngineCallError(self._instance, "garbled", detail) from None
             if events:
                 return events
         # A connection can be used again only if it was read to its end. A failure after the last event is harmless.
@@ -150,10 +155,12 @@ class EventStream:
             chunk = self._ids.take(chunk)
         # Until something is generated another engine may answer in place of this one.
         if self._is_preface is not None:
+            is_preface = self._is_preface(chunk) and len(self._held) <= _LONGEST_EVENT_BYTES
             self._held += chunk
-            if self._is_preface(self._held):
+            if is_preface:
                 return b""
-            chunk, self._held, self._is_preface = self._held, b"", None
+            chunk, self._is_preface = bytes(self._held), None
+            self._held.clear()
         # The last event too may be so long that it passes in parts.
         if chunk and (self._is_ending or self._ends(chunk)):
             self._is_ending = True
@@ -182,12 +189,9 @@ class EventStream:
         return chunk[:begin]
 
 
-async def read_whole(response: EngineResponse, instance: str, record: RequestRecord) -> WholeAnswer:
+async def whole_answer(response: EngineResponse, instance: str, record: RequestRecord) -> WholeAnswer:
     """All of `response`. Raises EngineCallError."""
-    try:
-        body = await response.read()
-    except OSError as error:
-        raise failed_call(instance, error, begun=True) from error
+    body = await read_whole(response, instance)
     note_answer_tokens(record, body)
     return WholeAnswer(response.status, without_transfer_params(body), response.content_type)
 
