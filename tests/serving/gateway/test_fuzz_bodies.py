@@ -33,14 +33,26 @@ BODIES = [
         {"prompt": list(range(4000)), "cache_salt": "x", "stream_options": {"include_usage": True}},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "tools": [{"a": {}}]},
         {
-            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}],
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}
+            ],
             "vllm_xargs": {"a": 1},
             "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
         },
-        {"input": [{"role": "user", "content": "a"}], "instructions": "b", "metadata": {"a": "b"}, "store": True},
+        {
+            "input": [{"role": "user", "content": "a"}],
+            "instructions": "b",
+            "metadata": {"a": "b"},
+            "store": True,
+        },
         {"system": "a", "messages": [{"role": "user", "content": "b"}], "thinking": {"type": "enabled"}},
         {"token_ids": [1, 2], "sampling_params": {"n": 3, "seed": 4}},
-        {"prompt_embeds": ["YWJj"], "min_tokens": 1, "max_completion_tokens": 2, "kv_transfer_params": {"a": 1}},
+        {
+            "prompt_embeds": ["YWJj"],
+            "min_tokens": 1,
+            "max_completion_tokens": 2,
+            "kv_transfer_params": {"a": 1},
+        },
     )
 ]
 values: st.SearchStrategy[Any] = st.recursive(

@@ -460,7 +460,7 @@ def test_of_answers_that_are_too_long_together_the_longest_goes(monkeypatch: pyt
     honest = says(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(large), large))
 
     async def body() -> None:
-        async with serving(endless) as (_, pool, port), serving(honest) as (_, _, honest_port):
+        async with serving(honest) as (_, _, honest_port), serving(endless) as (_, pool, port):
             reads = [(await post(pool, each)).read() for each in (port, port, honest_port)]
             told = await asyncio.gather(*reads, return_exceptions=True)
             assert [type(each) for each in told] == [AnswerTooLongError, AnswerTooLongError, bytes]

@@ -201,7 +201,9 @@ def test_a_head_is_bounded_as_a_whole_and_in_its_time(
 
 def test_bodies_and_what_is_sent_after_a_refusal_are_no_heads(in_world: InWorld) -> None:
     large = b"x" * 300_000
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n"
+    )
 
     async def body(world: World) -> None:
         for kind, status in ((b"application/json", b"400"), (b"text/plain", b"415")):

@@ -157,11 +157,13 @@ class Routes:
 
     @web.middleware
     async def _no_web_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse what a browser sends for the page of a name that was pointed at this address: it has no key to show."""
+        """Refuse what a browser sends for a page whose name was pointed at this address: it has no key to show."""
         gateway = self._running.current.gateway
         for origin in request.headers.getall("Origin", ()):
             if not may_ask(origin.partition("://")[2], gateway.host, gateway.hosts):
-                raise ApiError(403, "Web pages may ask here from this machine and from the names in gateway.hosts.")
+                raise ApiError(
+                    403, "Web pages may ask here from this machine and from the names in gateway.hosts."
+                )
         return await handler(request)
 
     async def _models(self, _request: web.Request) -> web.Response:
@@ -229,6 +231,7 @@ def instances_of(state: Mapping[str, Any]) -> dict[str, Json]:
         for cluster in state["clusters"].values()
         for name, instance in cluster["instances"].items()
     }
+
 
 def may_ask(host_header: str, configured_host: str, further_hosts: Collection[str] = ()) -> bool:
     """Whether a Host header names this machine itself or a host that the deployment file names.

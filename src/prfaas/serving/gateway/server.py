@@ -353,12 +353,17 @@ async def _serve(
 ) -> None:
     config = deployment.gateway
     try:
-        async with _listening(gateway.admin_routes.application(), config.admin.host, config.admin.port) as (_, port):
+        async with _listening(gateway.admin_routes.application(), config.admin.host, config.admin.port) as (
+            _,
+            port,
+        ):
             if admin_ready is not None:
                 admin_ready(port)
             async with _listening(gateway.routes.application(), config.host, config.port) as (server, port):
                 if gateway.clients is None and not is_loopback(config.host):
-                    logger.warning("gateway.clients is left out: whoever reaches port %d may send prompts", port)
+                    logger.warning(
+                        "gateway.clients is left out: whoever reaches port %d may send prompts", port
+                    )
                 await _keep_serving(plane, gateway, reloader, server, port, ready)
     finally:
         await gateway.close()

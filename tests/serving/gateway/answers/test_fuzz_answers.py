@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,13 @@ from prfaas.serving.gateway.answers.answer_bytes import (
     without_cached_tokens,
 )
 from prfaas.serving.gateway.answers.streams import EventStream
-from prfaas.serving.gateway.answers.transcript import NotPlainError, StreamTranscript, events, last_said, plain
+from prfaas.serving.gateway.answers.transcript import (
+    NotPlainError,
+    StreamTranscript,
+    events,
+    last_said,
+    plain,
+)
 from prfaas.serving.gateway.bodies import cached_tokens_of, without_transfer_params
 from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import EngineCallError
@@ -71,7 +78,7 @@ class Engine:
 
     def __init__(self, said: bytes, cuts: Sequence[float]) -> None:
         places = sorted({0, len(said), *(int(cut * len(said)) for cut in cuts)})
-        self._pieces = [said[a:b] for a, b in zip(places, places[1:], strict=False)]
+        self._pieces = [said[a:b] for a, b in pairwise(places)]
 
     async def readany(self) -> bytes:
         return self._pieces.pop(0) if self._pieces else b""

@@ -50,9 +50,7 @@ class LocalTokenizer:
         self._max_model_len = max_model_len
 
     @classmethod
-    def of_model(
-        cls, directory: Path, threads: ThreadOffload, max_model_len: int
-    ) -> "LocalTokenizer | None":
+    def of_model(cls, directory: Path, threads: ThreadOffload, max_model_len: int) -> "LocalTokenizer | None":
         """From a checkpoint directory, whose files it reads; None when there is no `tokenizer.json`."""
         file = directory / "tokenizer.json"
         if not file.is_file():

@@ -280,9 +280,7 @@ class KvTransfers:
         except OSError as error:
             raise TransferFailedError("consumer-unreachable", str(error)) from error
         if status.phase is not TransferPhase.COMPLETE:
-            raise TransferFailedError(
-                DROPPED if status.dropped else TRANSFER_FAILED, legible(status.reason)
-            )
+            raise TransferFailedError(DROPPED if status.dropped else TRANSFER_FAILED, legible(status.reason))
         return status
 
 
