@@ -1,6 +1,7 @@
 """Bodies that come slowly, in other forms, or never: who is waited for, and who is given up."""
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from types import SimpleNamespace
@@ -195,6 +196,25 @@ def test_a_head_is_bounded_as_a_whole_and_in_its_time(
         assert await answered_by(world, HEAD[:20]) == b""
         last = HEAD + b"Connection: close\r\n\r\n"
         assert b"200 OK" in await answered_by(world, last + b"\r\n")
+
+    in_world(body)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        b"Authorization: Bearer a-secret\x00\r\n",
+        b"Authorization: Bearer " + b"a-secret" * 9000 + b"\r\n",
+        b"a-secret\r\n",
+        b"Transfer-Encoding: a-secret\r\n",
+    ],
+)
+def test_what_is_no_request_is_refused_without_a_word_of_it(in_world: InWorld, field: bytes) -> None:
+    async def body(world: World) -> None:
+        answer = await answered_by(world, HEAD + field + b"\r\n")
+        head, _, said = answer.partition(b"\r\n\r\n")
+        assert b" 400 " in head and b"application/json" in head and b"secret" not in answer
+        assert json.loads(said)["error"]["code"] == 400
 
     in_world(body)
 

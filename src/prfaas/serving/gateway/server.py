@@ -26,6 +26,7 @@ from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
 from prfaas.serving.gateway.answers.answering import Answering
 from prfaas.serving.gateway.answers.shadow import Shadow
+from prfaas.serving.gateway.bodies import error_body
 from prfaas.serving.gateway.clients import Clients
 from prfaas.serving.gateway.context import Draining, GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
@@ -444,6 +445,20 @@ class _Connection(web.RequestHandler):
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """In the API's form. aiohttp's quotes what came, which may be a key."""
+        response = super().handle_error(request, status, exc, message)
+        body = error_body(status, "What came is no HTTP request that is read here.")
+        answer = web.Response(status=response.status, body=body, content_type="application/json")
+        answer.force_close()
+        return answer
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_head()
