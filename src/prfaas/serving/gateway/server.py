@@ -157,9 +157,7 @@ class Gateway:
             draining=process.draining,
             descriptors=self.descriptors,
         )
-        local = LocalTokenizer.of_model(
-            deployment.model.path, tokenizer_threads, deployment.model.max_model_len
-        )
+        local = LocalTokenizer.of_model(deployment.model, tokenizer_threads)
         self._tokenization = Tokenization(local, deployment.model.served_name, context)
         self.clients = None if config.clients is None else Clients(config.clients)
         self._tenants = Tenants(key, deployment.security.tenant_header, deployment.security.tenant_weights)

@@ -14,6 +14,7 @@ import jinja2
 import msgspec
 
 from prfaas.core.deployment import Instance
+from prfaas.core.deployment.model import ModelRef
 from prfaas.core.kv.config_fields import ConfigError, ConfigFields
 from prfaas.core.kv.hf_config import read_config, text_fields
 from prfaas.core.prefix.hashing import MediaItem
@@ -50,12 +51,12 @@ class LocalTokenizer:
         self._max_model_len = max_model_len
 
     @classmethod
-    def of_model(cls, directory: Path, threads: ThreadOffload, max_model_len: int) -> "LocalTokenizer | None":
-        """From a checkpoint directory, whose files it reads; None when there is no `tokenizer.json`."""
-        file = directory / "tokenizer.json"
+    def of_model(cls, model: ModelRef, threads: ThreadOffload) -> "LocalTokenizer | None":
+        """From the files of a checkpoint; None when there is no `tokenizer.json`."""
+        file = model.path / "tokenizer.json"
         if not file.is_file():
             return None
-        return cls(encoder_of(file), ChatTemplate.of_model(directory), threads, max_model_len)
+        return cls(encoder_of(file), ChatTemplate.of_model(model.path), threads, model.max_model_len)
 
     @property
     def has_template(self) -> bool:
