@@ -179,13 +179,9 @@ class EngineServer:
                     ids = generation.token_ids[sent:now]
                     if not response.prepared:
                         await response.prepare(request)
-                    try:
-                        await response.write(
-                            writer.piece(prompt, ids, first=sent == 0, last=now == work.max_tokens)
-                        )
-                    except ConnectionResetError:
-                        # The client has left, which cancels this a moment later.
-                        return response
+                    await response.write(
+                        writer.piece(prompt, ids, first=sent == 0, last=now == work.max_tokens)
+                    )
                     sent = now
         await response.write(writer.end(generations))
         await response.write_eof()
@@ -278,6 +274,9 @@ async def _answered(handler: Handler, request: web.Request) -> web.StreamRespons
         return _error(str(error), error.status)
     except RoomError as error:
         return _error(str(error), 400)
+    except ConnectionResetError:
+        # The client has left: whatever is answered finds nobody.
+        return web.Response()
 
 
 def _json(value: object) -> web.Response:
