@@ -181,6 +181,7 @@ def test_what_has_no_tokens_for_anybody(
         ("/v1/completions", {"prompt": "a" * 40_000}, "at least 32000 input tokens"),
         ("/v1/completions", {"prompt": "a" * 4_000_000}, "4000000 characters"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 4_000_000}]}, "characters"),
+        ("/tokenize", {"prompt": "a" * 4_000_000}, "4000000 characters"),
     ],
 )
 def test_what_no_engine_would_take_reaches_none(

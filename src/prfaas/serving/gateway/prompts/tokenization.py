@@ -81,8 +81,8 @@ class LocalTokenizer:
             size_bytes, lambda: self._encode(template.render(messages), add_special_tokens=False)
         )
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
-        """Raises ApiError for a text that has too many tokens for certain, before all of them are made."""
+    def check_length(self, text: str) -> None:
+        """Raises ApiError for a text of more characters than the model's tokens can stand for."""
         most = self._max_model_len
         most_chars = most * self._encoder.longest_token
         if len(text) > most_chars:
@@ -91,6 +91,11 @@ class LocalTokenizer:
                 f"{len(text)} characters (more than {most_chars} characters, which is the upper bound for {most} input "
                 "tokens)",
             )
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
+        """Raises ApiError for a text that has too many tokens for certain, before all of them are made."""
+        self.check_length(text)
+        most = self._max_model_len
         if len(text) > _BEGIN_CHARS * most:
             begin = self._encoder.encode(text[: _BEGIN_CHARS * most], add_special_tokens=add_special_tokens)
             # Where it is cut, its end may have other tokens than in the whole text.
@@ -242,6 +247,10 @@ class Tokenization:
     async def _tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
         prompt = request.prompt
         if isinstance(prompt, DirectPrompt):
+            text = request.body.get("prompt")
+            if request.endpoint is Endpoint.TOKENIZE and isinstance(text, str) and self._local is not None:
+                # vLLM would make the tokens of any text here.
+                self._local.check_length(text)
             return prompt
         if isinstance(prompt, EmbedsPrompt):
             return DirectPrompt("embeds", (max(int(prompt.encoded_chars / self._embedding_chars), 1),))
