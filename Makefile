@@ -40,7 +40,7 @@ help:
 	@echo "make test-all   what 'make test' leaves out: more cases and examples of the same (half an hour)"
 	@echo "make test-gemma   tests that fetch Gemma, whose terms a person accepts first"
 	@echo "make test-explore  property tests with new random examples, ten times as many (SEED=… repeats a run)"
-	@echo "make fuzz         frames, KV events, pool messages and files of any content (SECONDS=600 for each)"
+	@echo "make fuzz         frames, events, messages, files, bodies, answers, reports of any content (SECONDS=600 for each)"
 	@echo "make test-fast    the tests that start no engine and are not slow (three minutes on two cores)"
 	@echo "make test-fast WING=core   those of one wing: $(WINGS) (a minute)"
 	@echo "make test-docs    the guides' commands and programs as written; as root also a whole guide on machines of its own (minutes)"

@@ -6,6 +6,9 @@ frames    of the transfer protocol: a producer, a consumer and an observer that 
 events    KV events, as an engine publishes them and as another machine tells them
 pool      messages at the socket of a pool's daemon
 files     deployment files, configurations of models, clients, traces
+bodies    what clients ask for, at every endpoint
+answers   an engine's answers: streams of each API, whole ones, what a stream is gone on with
+reports   an engine's metrics and telemetry, etcd's answers and values, tickets, ledgers
 
 Each area has the time for itself. Ends with 1 at the first finding, and says how it is repeated.
 """
@@ -25,6 +28,9 @@ AREAS = {
     "events": ("tests/core/prefix/test_fuzz_events.py",),
     "pool": ("tests/serving/pool/test_fuzz_messages.py",),
     "files": ("tests/test_fuzz_files.py",),
+    "bodies": ("tests/serving/gateway/test_fuzz_bodies.py",),
+    "answers": ("tests/serving/gateway/answers/test_fuzz_answers.py",),
+    "reports": ("tests/serving/test_fuzz_reports.py", "tests/serving/control/test_bounds.py"),
 }
 
 

@@ -9,6 +9,8 @@ slow      a head or a body of which one byte comes every half second
 huge      a body that says it has a TiB, or sends megabytes of no JSON, or never ends
 deep      JSON of 10,000 levels
 numbers   NaN, 10**400 and worse as prompts and options
+long      a stop string of a megabyte in a stream; prompts far beyond what the model takes
+heads     a hundred header fields of 60 KB, trailers as large, a thousand requests at once on one connection
 unread    a long stream of which nothing is read
 form      bodies in other forms: text, gzip, heads of 100 KiB
 garbage   bytes that are no frame, at a KV port
@@ -100,6 +102,8 @@ class Acts:
             self._huge,
             self._deep,
             self._numbers,
+            self._long,
+            self._heads,
             self._unread,
             self._form,
             self._garbage,
@@ -184,6 +188,30 @@ class Acts:
         )
         field = self._rng.choice((b"max_tokens", b"temperature", b"n", b"prompt", b"stream", b"logprobs"))
         await self._post(b'{"prompt": [1, 2, 3], "%b": %b}' % (field, worst), held_s=0.2)
+
+    async def _long(self) -> None:
+        ids = [self._rng.randrange(3, 250) for _ in range(PROMPT_TOKENS[1])]
+        asked: dict[str, Any] = self._rng.choice(
+            (
+                {"prompt": ids, "max_tokens": 4, "stream": True, "stop": "~" * (1 << 20)},
+                {"prompt": "one two " * (1 << 18)},
+                {"prompt": [7] * (1 << 18)},
+            )
+        )
+        await self._post(json.dumps({"model": MODEL} | asked).encode(), held_s=1.0)
+
+    async def _heads(self) -> None:
+        fields = [b"X-%d: " % number + b"x" * 60_000 + b"\r\n" for number in range(100)]
+        chunked = JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+        match self._rng.randrange(3):
+            case 0:
+                await self._said(self._clients, JSON_HEAD, *fields)
+            case 1:
+                await self._said(self._clients, chunked, *fields)
+            case _:
+                await self._said(
+                    self._clients, b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000, held_s=0.5
+                )
 
     async def _unread(self) -> None:
         asked = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 2000, "stream": True, "ignore_eos": True}

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from tests.mutations import mutated
 
 from prfaas.core.deployment import DeploymentError, load_deployment
@@ -73,6 +73,8 @@ def test_a_clients_file_may_hold_anything(tmp_path: Path, text: bytes) -> None:
 
 @FUZZ
 @given(text=mutated(traces()))
+# A name of a column has a line end in it.
+@example(text=b'{"timestamp": 0, "i---\nnput_length": 6758, "hash_ids": [0]}\n')
 @pytest.mark.parametrize("form", ["mooncake", None])
 def test_a_trace_may_hold_anything(tmp_path: Path, form: str | None, text: bytes) -> None:
     path = tmp_path / ("trace.jsonl" if form else "trace.csv")

@@ -24,7 +24,7 @@ class FileError(ValueError):
     """
 
     def __init__(self, path: Path, line: int | None, field: str, problem: str) -> None:
-        field, problem = _one_line(field), _one_line(problem)
+        field, problem = one_line(field), one_line(problem)
         where = f"{path}:{line}" if line is not None else f"{path}"
         super().__init__(f"{where}: {field}: {problem}" if field else f"{where}: {problem}")
         self.path = path
@@ -33,7 +33,8 @@ class FileError(ValueError):
         self.problem = problem
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """What may be shown of a file's words: on one line, without long ones and without what no terminal should get."""
     short = _LONG_WORD.sub(lambda word: f"{word[0][:_SHOWN_CHARACTERS]}…", text)
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in short

@@ -51,6 +51,8 @@ def open_ledger(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
             connection.commit()
         elif found != VERSION:
             raise LedgerFileError(f"{path} is no ledger of this release; name another file")
+        # Another program's file may have the same number.
+        connection.execute(f"SELECT {', '.join(COLUMNS)} FROM requests LIMIT 0")
     except sqlite3.Error as error:
         raise LedgerFileError(f"{path} can't be used as a ledger: {error}") from error
     return connection

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import AdminConfig, GatewayConfig
-from prfaas.serving.gateway.admin import may_ask
+from prfaas.serving.gateway.routes import may_ask
 from prfaas.serving.secret_files import AdminTokenError, load_token
 
 from .world import World

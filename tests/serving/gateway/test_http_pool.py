@@ -13,9 +13,11 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.serving.gateway import http_pool
 from prfaas.serving.gateway.http_pool import (
     AnswerCutError,
     AnswerLateError,
+    AnswerTooLongError,
     EngineResponse,
     HttpPool,
     HttpTimes,
@@ -406,6 +408,63 @@ def test_however_the_network_cuts_it_the_body_is_the_same(chunks: list[bytes], c
     async def body() -> None:
         async with serving(says(*pieces)) as (_server, pool, port):
             assert await (await post(pool, port)).read() == b"".join(chunks)
+
+    uvloop.run(body())
+
+
+TRAILERS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX: "
+
+
+@pytest.mark.parametrize("begin", [b"HTTP/1.1 200 OK\r\nX: ", TRAILERS], ids=["head", "trailers"])
+def test_a_field_without_end_ends_the_answer(begin: bytes) -> None:
+    sent = 0
+
+    async def script(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(begin)
+        while sent < 64 << 20:
+            sent += 1 << 16
+            writer.write(b"x" * (1 << 16))
+            await writer.drain()
+
+    async def body() -> None:
+        async with serving(script) as (_server, pool, port):
+            with pytest.raises(AnswerCutError, match="has more than"):
+                await (await post(pool, port)).read()
+
+    uvloop.run(body())
+    assert sent < 32 << 20
+
+
+async def endless(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        writer.write(b"x" * (1 << 16))
+        await writer.drain()
+
+
+def test_an_answer_is_kept_up_to_a_length() -> None:
+    async def body() -> None:
+        async with serving(endless) as (_server, pool, port):
+            answer = await post(pool, port)
+            with pytest.raises(AnswerTooLongError, match="more than 1000000 bytes"):
+                await answer.read(1_000_000)
+            assert not answer.complete and not pool.held._bytes
+
+    uvloop.run(body())
+
+
+def test_of_answers_that_are_too_long_together_the_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_pool, "_MOST_HELD_BYTES", 4 << 20)
+    large = b"x" * (1 << 20)
+    honest = says(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(large), large))
+
+    async def body() -> None:
+        async with serving(honest) as (_, _, honest_port), serving(endless) as (_, pool, port):
+            reads = [(await post(pool, each)).read() for each in (port, port, honest_port)]
+            told = await asyncio.gather(*reads, return_exceptions=True)
+            assert [type(each) for each in told] == [AnswerTooLongError, AnswerTooLongError, bytes]
+            assert not pool.held._bytes and not pool.held._bytes_of
 
     uvloop.run(body())
 

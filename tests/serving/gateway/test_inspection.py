@@ -107,7 +107,10 @@ def test_a_request_under_way_can_be_explained(in_world: InWorld) -> None:
 
 def test_refused_and_unseen_requests_are_explained_too(in_world: InWorld) -> None:
     async def body(world: World) -> None:
-        for asked, status, reason in (({}, 400, "malformed"), ({"prompt": [5] * 4000}, 200, "length")):
+        for asked, status, reason in (
+            ({}, 400, "malformed"),
+            ({"prompt": [5] * 3999, "max_tokens": 4001}, 400, "length"),
+        ):
             response, _ = await world.post("/v1/completions", asked)
             assert response.status == status
             async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:

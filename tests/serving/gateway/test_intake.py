@@ -1,7 +1,9 @@
 """Bodies that come slowly, in other forms, or never: who is waited for, and who is given up."""
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,12 @@ from hypothesis import strategies as st
 from tests.serving.jumping_loop import JumpingLoop
 
 from prfaas.core.deployment import GatewayLimits
+from prfaas.serving.gateway import server
 from prfaas.serving.gateway.bodies import ApiError, parse_body
 from prfaas.serving.gateway.context import GatewayOptions
 from prfaas.serving.gateway.intake import BodyReader
 
-from .world import World
+from .world import GATEWAY, World
 
 InWorld = Callable[..., None]
 OPTIONS = GatewayOptions()
@@ -157,3 +160,95 @@ def test_what_is_nested_deeper_than_an_engine_can_walk_is_refused(depth: int) ->
         with pytest.raises(ApiError, match="nested") as error:
             parse_body(raw)
         assert error.value.status == 400
+
+
+async def answered_by(world: World, *pieces: bytes) -> bytes:
+    """All that comes back until the gateway closes the connection."""
+    url = world.client._base_url
+    assert url is not None
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+HEAD = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def test_a_head_is_bounded_as_a_whole_and_in_its_time(
+    in_world: InWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field = b"X-%d: " + b"x" * 60_000 + b"\r\n"
+
+    async def body(world: World) -> None:
+        fields = [field % number for number in range(100)]
+        assert await answered_by(world, HEAD, *fields) == b""
+        # One field may be long, and others come after it.
+        assert b"200 OK" in await answered_by(world, HEAD, field % 1, b"Connection: close\r\n\r\n")
+        # An empty line behind a request, as of old clients, begins no other one.
+        monkeypatch.setattr(server, "_HEAD_S", 0.05)
+        assert await answered_by(world, HEAD[:20]) == b""
+        last = HEAD + b"Connection: close\r\n\r\n"
+        assert b"200 OK" in await answered_by(world, last + b"\r\n")
+
+    in_world(body)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        b"Authorization: Bearer a-secret\x00\r\n",
+        b"Authorization: Bearer " + b"a-secret" * 9000 + b"\r\n",
+        b"a-secret\r\n",
+        b"Transfer-Encoding: a-secret\r\n",
+    ],
+)
+def test_what_is_no_request_is_refused_without_a_word_of_it(in_world: InWorld, field: bytes) -> None:
+    async def body(world: World) -> None:
+        answer = await answered_by(world, HEAD + field + b"\r\n")
+        head, _, said = answer.partition(b"\r\n\r\n")
+        assert b" 400 " in head and b"application/json" in head and b"secret" not in answer
+        assert json.loads(said)["error"]["code"] == 400
+
+    in_world(body)
+
+
+def test_bodies_and_what_is_sent_after_a_refusal_are_no_heads(in_world: InWorld) -> None:
+    large = b"x" * 300_000
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n"
+    )
+
+    async def body(world: World) -> None:
+        for kind, status in ((b"application/json", b"400"), (b"text/plain", b"415")):
+            asked = head % (kind, len(large))
+            last = HEAD + b"Connection: close\r\n\r\n"
+            answers = await answered_by(world, asked, large[:100_000], large[100_000:], last)
+            assert b"HTTP/1.1 " + status in answers and b"200 OK" in answers
+
+    in_world(body)
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:3000", 400),
+        ("http://127.0.0.1", 400),
+        ("https://chat.example", 400),
+        ("http://evil.example:8000", 403),
+        ("null", 403),
+        ("https://chat.example.evil.example", 403),
+    ],
+)
+def test_web_pages_of_other_names_may_not_ask(in_world: InWorld, origin: str, status: int) -> None:
+    async def body(world: World) -> None:
+        response, _ = await world.post("/v1/completions", {}, headers={"Origin": origin})
+        assert response.status == status
+
+    in_world(body, gateway_config=replace(GATEWAY, hosts=("chat.example",)))

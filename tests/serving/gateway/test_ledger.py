@@ -154,9 +154,12 @@ def test_what_is_no_ledger_is_refused_in_one_sentence(tmp_path: Path) -> None:
     text.write_text("no database, but long enough to be looked at" * 100)
     other = tmp_path / "other.sqlite"
     sqlite3.connect(other).execute("PRAGMA user_version=7").close()
+    alike = tmp_path / "alike.sqlite"
+    sqlite3.connect(alike).execute("PRAGMA user_version=1").close()
     for path, said in (
         (text, "can't be used as a ledger"),
         (other, "is no ledger of this release"),
+        (alike, "no such table"),
         (tmp_path / "none", "unable to open"),
     ):
         with pytest.raises(LedgerFileError, match=said):

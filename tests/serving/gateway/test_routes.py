@@ -155,7 +155,7 @@ def test_an_engine_with_other_ids_is_asked_for_them(in_world: InWorld) -> None:
         ({"prompt": "a" * 200, "use_beam_search": True, "n": 2}, "beam-search"),
         ({"prompt": "a" * 200, "n": 1025}, "samples"),
         ({"prompt_embeds": "a" * 5000}, "embeds"),
-        ({"prompt": "a" * 5000}, "length"),
+        ({"prompt": "a" * 4000}, "length"),
     ],
 )
 def test_what_cannot_move_goes_straight_to_the_decode_engine(

@@ -12,10 +12,15 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from prfaas.core.arrays import FloatArray, np
+from prfaas.core.yaml_source import one_line
 
 
 class WorkloadError(ValueError):
     """A distribution that can't be, or a trace that can't be read; one sentence, of a trace with file and line."""
+
+    def __init__(self, text: str) -> None:
+        # It may quote a file.
+        super().__init__(one_line(text))
 
 
 EDGE = 0.05

@@ -155,7 +155,7 @@ def _lengths(where: str, text: str) -> tuple[list[float], list[tuple[Histogram, 
     """Window starts, ascending, and the distributions of prompts and answers from there on."""
     try:
         windows = msgspec.json.decode(text, type=dict[int, _Lengths])
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise WorkloadError(f"{where}: is not what ServeGen writes ({error})") from None
     starts = sorted(windows)
     pairs = [
@@ -169,7 +169,7 @@ def _histogram(where: str, start: int, text: str) -> Histogram:
     try:
         # JSON but for the keys, which are bare numbers.
         found = msgspec.json.decode(_KEY.sub(r'"\1":', text), type=dict[int, float])
-    except (msgspec.MsgspecError, RecursionError):
+    except (ValueError, RecursionError):
         found = {0: -1.0}
     if min(found.values(), default=0.0) < 0 or min(found, default=0) < 0:
         raise WorkloadError(

@@ -34,7 +34,7 @@ _COUNT_DIGITS = 20
 _MOST_COUNT = 1 << 40
 # What other programs read exactly. Of a sum that is more, its last samples are left out.
 _MOST = float(1 << 53)
-_LABEL = re.compile(rb'(\w+)="([^"]*)"')
+_LABEL = re.compile(rb'\b(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,12 @@ A page is added in `AdminRoutes.application`; the checks of who may ask stand be
 
 import hashlib
 import hmac
-import ipaddress
 from collections import deque
-from collections.abc import Collection
 from dataclasses import replace
 
 from aiohttp import web
 
-from prfaas.core.deployment import DeploymentError, Instance, is_loopback
+from prfaas.core.deployment import DeploymentError, Instance
 from prfaas.core.explanation import sentences
 from prfaas.core.kv.model import KvModel
 from prfaas.serving.console.history import StateHistory
@@ -20,7 +18,7 @@ from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.console import PAGE_PATH, Console
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.request_log import RequestLog
-from prfaas.serving.gateway.routes import Handler, access, errors, instances_of
+from prfaas.serving.gateway.routes import Handler, access, errors, instances_of, may_ask
 from prfaas.serving.gateway.told_requests import explain
 from prfaas.serving.reloading import Reloader, ReloadRefusedError
 
@@ -212,25 +210,3 @@ class AdminRoutes:
 
 def _hashed(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
-
-
-def may_ask(host_header: str, configured_host: str, further_hosts: Collection[str] = ()) -> bool:
-    """Whether a Host header names this machine itself or a host that the deployment file names.
-
-    Behind a wildcard every address is one that it listens on; a name is not, since anybody may point one here.
-    """
-    host = _host(host_header).lower().rstrip(".")
-    if is_loopback(host) or host == configured_host.lower() or host in further_hosts:
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-        return ipaddress.ip_address(configured_host).is_unspecified and not address.is_unspecified
-    except ValueError:
-        return False
-
-
-def _host(host_header: str) -> str:
-    """`[::1]:80`, `::1` → `::1`; `name:80` → `name`."""
-    if host_header.startswith("["):
-        return host_header[1:].partition("]")[0]
-    return host_header if host_header.count(":") > 1 else host_header.partition(":")[0]

@@ -10,7 +10,7 @@ import math
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
+from http.client import responses
 from typing import Any
 
 import msgspec
@@ -74,7 +74,8 @@ FAILED = "The gateway failed on this request; its log says how."
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
     """The JSON of an error answer with HTTP `status`."""
-    phrase = HTTPStatus(status).phrase.title()
+    # An engine may answer with a number that means nothing.
+    phrase = responses.get(status, "Error").title()
     kind = phrase.replace(" ", "").replace("-", "").removesuffix("Error") + "Error"
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
@@ -306,15 +307,16 @@ def without_transfer_params(answer: bytes) -> bytes:
         return answer
     try:
         parsed = orjson.loads(answer)
-    except orjson.JSONDecodeError:
+        if isinstance(parsed, dict):
+            # An event of `/v1/responses` has the whole answer in it.
+            for answered in (parsed, parsed.get("response")):
+                for field in ("kv_transfer_params", "ec_transfer_params"):
+                    if isinstance(answered, dict) and field in answered:
+                        answered[field] = None
+        return orjson.dumps(parsed)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        # No JSON, or more levels of it than can be written.
         return answer
-    if isinstance(parsed, dict):
-        # An event of `/v1/responses` has the whole answer in it.
-        for answered in (parsed, parsed.get("response")):
-            for field in ("kv_transfer_params", "ec_transfer_params"):
-                if isinstance(answered, dict) and field in answered:
-                    answered[field] = None
-    return orjson.dumps(parsed)
 
 
 # In generated text the quotes would be escaped. The usage stands at the end.

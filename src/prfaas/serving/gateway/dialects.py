@@ -29,7 +29,7 @@ _RESPONSE_PREFACE = re.compile(
 _MESSAGE_PREFACE = re.compile(
     _PREFACE % rb"event: (?:message_start|content_block_start|ping)\ndata: [^\n]*\n\n"
 )
-_SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s?(\d{1,9})\b')
 _PARAMS = b'_transfer_params":{'
 
 # What Anthropic documents (2023-06-01) for the statuses that the gateway answers with.

@@ -10,6 +10,7 @@ from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.gateway.http_pool import (
     AnswerCutError,
     AnswerLateError,
+    AnswerTooLongError,
     EngineResponse,
     HttpPool,
     ServerSilentError,
@@ -20,6 +21,8 @@ FROZEN = "frozen"
 """The reason of a call that the control plane ended, since the engine had fallen silent."""
 OWN_RESOURCES = "gateway-resources"
 """The reason of a call for which this process had no file descriptor."""
+TOO_LONG = "too-long"
+"""The reason of a call whose answer is more than the gateway keeps."""
 # What a thread pool of vLLM says that is shut down.
 _ENDING = b"after shutdown"
 
@@ -111,10 +114,7 @@ class EngineClient:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self.open(instance, path, body, headers)
-                try:
-                    whole = await read_all(answer, instance.name)
-                finally:
-                    answer.close()
+                whole = await read_whole(answer, instance.name)
         except TimeoutError:
             raise EngineCallError(instance.name, "deadline", f"no answer within {timeout_s:g} s") from None
         if answer.status != 200:
@@ -138,19 +138,21 @@ def accuse(plane: LivePlane, name: str, failure: EngineCallError) -> None:
         plane.health.suspect(name, str(failure), lost_cache=failure.blame is Blame.DEAD)
 
 
-async def read_all(answer: EngineResponse, instance: str) -> bytes:
-    """All of an engine's answer. Raises EngineCallError."""
+async def read_whole(answer: EngineResponse, instance: str) -> bytes:
+    """All of `answer`, which is closed. Raises EngineCallError."""
     try:
         return await answer.read()
     except OSError as error:
         raise failed_call(instance, error, begun=True) from error
+    finally:
+        answer.close()
 
 
 def failed_call(instance: str, error: OSError, *, begun: bool) -> EngineCallError:
     """What a broken connection, or none, says about an engine. `begun`: its answer had begun.
 
     Returns:
-        With reason "frozen", "first-byte", "idle", "gateway-resources", "connect-timeout", else "died" or
+        With reason "frozen", "first-byte", "idle", "gateway-resources", "too-long", "connect-timeout", else "died" or
         "unreachable".
     """
     if isinstance(error, ServerSilentError):
@@ -160,6 +162,9 @@ def failed_call(instance: str, error: OSError, *, begun: bool) -> EngineCallErro
         return EngineCallError(instance, error.reason, detail)
     if lacks_descriptors(error):
         return EngineCallError(instance, OWN_RESOURCES, detail, blame=Blame.NONE)
+    if isinstance(error, AnswerTooLongError):
+        # A client may have asked for it.
+        return EngineCallError(instance, TOO_LONG, str(error), blame=Blame.NONE)
     if isinstance(error, TimeoutError):
         # Whether it is silent altogether is for the control plane to find out, which asks it every second.
         return EngineCallError(instance, "connect-timeout", "no connection in time", blame=Blame.NONE)

@@ -27,6 +27,8 @@ _USER_TIMEOUT_S = 30.0
 _CONNECT_ATTEMPTS = 2
 _SHORTEST_SWEEP_S, _LONGEST_SWEEP_S = 0.02, 5.0
 _MAX_HEAD_BYTES = 64 << 10
+# Of an answer that is read whole, and of all of them together.
+_MOST_BYTES, _MOST_HELD_BYTES = 256 << 20, 1 << 30
 
 
 class AnswerCutError(ConnectionError):
@@ -36,6 +38,10 @@ class AnswerCutError(ConnectionError):
         """`by_server`: the server closed or reset the connection, which only a process that lives or has died does."""
         super().__init__(text)
         self.by_server = by_server
+
+
+class AnswerTooLongError(AnswerCutError):
+    """It has more bytes than may be kept of it."""
 
 
 class ServerSilentError(AnswerCutError):
@@ -129,12 +135,23 @@ class EngineResponse:
         finally:
             self._waiter = self._sink = None
 
-    async def read(self) -> bytes:
-        """The rest of the body. Raises AnswerCutError."""
-        parts = []
-        while part := await self.readany():
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    async def read(self, most_bytes: int = _MOST_BYTES) -> bytes:
+        """The rest of the body. Raises AnswerCutError: AnswerTooLongError where it has more than `most_bytes`."""
+        parts, held = [], self._connection.held
+        try:
+            while part := await self.readany():
+                parts.append(part)
+                held.grow(self, len(part), most_bytes)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        finally:
+            held.release(self)
+
+    def give_up(self, error: AnswerCutError) -> None:
+        """Have whoever reads it get `error` in place of the rest."""
+        if not self.complete and self._error is None:
+            self._connection.abort(error)
+        self._chunks.clear()
+        self.complete, self._error = False, error
 
     def close(self) -> None:
         """Close the connection if the answer is not complete, which makes vLLM abort the request."""
@@ -162,6 +179,28 @@ class EngineResponse:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class HeldAnswers:
+    """Bounds what answers that are read whole hold, each and all together: then the longest of them is given up."""
+
+    def __init__(self) -> None:
+        self._bytes_of: dict[EngineResponse, int] = {}
+        self._bytes = 0
+
+    def grow(self, answer: EngineResponse, nbytes: int, most_bytes: int) -> None:
+        """So much more of an answer is kept, of which there may be `most_bytes`."""
+        size_bytes = self._bytes_of[answer] = self._bytes_of.get(answer, 0) + nbytes
+        self._bytes += nbytes
+        if size_bytes > most_bytes:
+            answer.give_up(AnswerTooLongError(f"the answer has more than {most_bytes} bytes"))
+        elif self._bytes > _MOST_HELD_BYTES:
+            longest = max(self._bytes_of, key=self._bytes_of.__getitem__)
+            longest.give_up(AnswerTooLongError("the longest of answers that have too many bytes together"))
+
+    def release(self, answer: EngineResponse) -> None:
+        """Nothing of an answer is kept any more; idempotent."""
+        self._bytes -= self._bytes_of.pop(answer, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +233,7 @@ class HttpPool:
             tls: who this side is, for servers that want TLS.
         """
         self.times = times
+        self.held = HeldAnswers()
         self._tls = tls
         self.clock = clock
         self._idle: dict[tuple[str, int], deque[_Connection]] = {}
@@ -349,6 +389,7 @@ class _Connection(asyncio.Protocol):
         self.used_s = 0.0
         """When the last exchange ended, by the loop's clock."""
         self._pool = pool
+        self.held = pool.held
         self.encrypted = encrypted
         self._transport: asyncio.Transport
         self._open = False
@@ -417,8 +458,8 @@ class _Connection(asyncio.Protocol):
         if answer is None:
             self.abort(AnswerCutError("the server sent something without a request"))
             return
-        if not answer.status:
-            self._head_bytes += len(data)
+        # Of the head or, behind the last of the body, of trailers. The parser keeps a field until it is whole.
+        self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -426,8 +467,8 @@ class _Connection(asyncio.Protocol):
             return
         if self._answer is None:
             self._reuse()
-        elif not answer.status and self._head_bytes > _MAX_HEAD_BYTES:
-            self.abort(AnswerCutError(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes"))
+        elif self._head_bytes > _MAX_HEAD_BYTES:
+            self.abort(AnswerCutError(f"the answer's head or end has more than {_MAX_HEAD_BYTES} bytes"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._open = False
@@ -466,6 +507,7 @@ class _Connection(asyncio.Protocol):
             self._begun.set_result(answer)
 
     def on_body(self, chunk: bytes) -> None:
+        self._head_bytes = 0
         # Comments of event streams say that a server lives, not that it gets on.
         if not chunk.startswith(b":"):
             self._heard_s = self._pool.clock()

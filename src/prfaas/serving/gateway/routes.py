@@ -1,15 +1,16 @@
 """The HTTP routes that clients reach."""
 
+import ipaddress
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from prfaas import __version__
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import Deployment, is_loopback
 from prfaas.serving.gateway.bodies import FAILED, ApiError, Json, error_body
 from prfaas.serving.gateway.clients import Clients, asking
 from prfaas.serving.gateway.context import GatewayContext
@@ -138,11 +139,12 @@ class Routes:
         self._max_body_bytes = context.options.max_body_bytes
         self._created_s = int(time.time())
         self._clients = clients
+        self._running = context.running
 
     def application(self) -> web.Application:
         """The aiohttp application with the allowed paths."""
-        asked = [] if self._clients is None else [asking(self._clients)]
-        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[access, errors, *asked])
+        ask = self._no_web_pages if self._clients is None else asking(self._clients)
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[access, errors, ask])
         app.router.add_get("/v1/models", self._models, allow_head=False)
         # Names of models have slashes.
         app.router.add_get("/v1/models/{model:.+}", self._model_card, allow_head=False)
@@ -152,6 +154,17 @@ class Routes:
         for endpoint in Endpoint:
             app.router.add_post(endpoint.path, self._handler_of(endpoint))
         return app
+
+    @web.middleware
+    async def _no_web_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse what a browser sends for a page whose name was pointed at this address: it has no key to show."""
+        gateway = self._running.current.gateway
+        for origin in request.headers.getall("Origin", ()):
+            if not may_ask(origin.partition("://")[2], gateway.host, gateway.hosts):
+                raise ApiError(
+                    403, "Web pages may ask here from this machine and from the names in gateway.hosts."
+                )
+        return await handler(request)
 
     async def _models(self, _request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": self._cards()})
@@ -218,3 +231,25 @@ def instances_of(state: Mapping[str, Any]) -> dict[str, Json]:
         for cluster in state["clusters"].values()
         for name, instance in cluster["instances"].items()
     }
+
+
+def may_ask(host_header: str, configured_host: str, further_hosts: Collection[str] = ()) -> bool:
+    """Whether a Host header names this machine itself or a host that the deployment file names.
+
+    Behind a wildcard every address is one that it listens on; a name is not, since anybody may point one here.
+    """
+    host = _host(host_header).lower().rstrip(".")
+    if is_loopback(host) or host == configured_host.lower() or host in further_hosts:
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+        return ipaddress.ip_address(configured_host).is_unspecified and not address.is_unspecified
+    except ValueError:
+        return False
+
+
+def _host(host_header: str) -> str:
+    """`[::1]:80`, `::1` → `::1`; `name:80` → `name`."""
+    if host_header.startswith("["):
+        return host_header[1:].partition("]")[0]
+    return host_header if host_header.count(":") > 1 else host_header.partition(":")[0]

@@ -7,12 +7,12 @@ side by side by bench/gateway.py. An ASGI stack with a second HTTP library costs
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
+from aiohttp import EMPTY_PAYLOAD, StreamReader, web
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
 from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment, GatewayConfig
@@ -26,6 +26,7 @@ from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
 from prfaas.serving.gateway.answers.answering import Answering
 from prfaas.serving.gateway.answers.shadow import Shadow
+from prfaas.serving.gateway.bodies import error_body
 from prfaas.serving.gateway.clients import Clients
 from prfaas.serving.gateway.context import Draining, GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
@@ -66,9 +67,19 @@ _OWN_DESCRIPTORS = 64
 _DESCRIPTORS_PER_RANK = 8
 _IDLE_CLIENTS_S = 0.02
 _LOOP_WATCH_S = 0.2
-# Of one header, as long as the tokens of some proxies.
-_MAX_HEADER_BYTES = 64 << 10
-_LINGERING_S = 2.0
+# Of one header, as long as the tokens of some proxies; and of all of a request together.
+_MAX_HEADER_BYTES, _MAX_HEAD_BYTES = 64 << 10, 128 << 10
+_HEAD_S = 10.0
+_CONNECTION: dict[str, Any] = {
+    "access_log": None,
+    "logger": http_logger,
+    # Compressed bodies would let a few bytes unfold into gigabytes.
+    "auto_decompress": False,
+    "max_line_size": _MAX_HEADER_BYTES,
+    "max_field_size": _MAX_HEADER_BYTES,
+    # What a client goes on to send after it was refused is read for so long, so that it reads why.
+    "lingering_time": 2.0,
+}
 CERTIFICATES_S = 60.0
 """Between two looks at the certificates."""
 
@@ -142,7 +153,7 @@ class Gateway:
             draining=process.draining,
             descriptors=self.descriptors,
         )
-        local = LocalTokenizer.of_model(deployment.model.path, tokenizer_threads)
+        local = LocalTokenizer.of_model(deployment.model, tokenizer_threads)
         self._tokenization = Tokenization(local, deployment.model.served_name, context)
         self.clients = None if config.clients is None else Clients(config.clients)
         self._tenants = Tenants(key, deployment.security.tenant_header, deployment.security.tenant_weights)
@@ -316,34 +327,49 @@ async def _serve(
     admin_ready: Callable[[int], None] | None,
     reloader: Reloader | None,
 ) -> None:
-    clients, operators = _runner(gateway.routes.application()), _runner(gateway.admin_routes.application())
-    background: list[asyncio.Task[None]] = []
+    config = deployment.gateway
     try:
-        admin_port = await _listen(operators, deployment.gateway.admin.host, deployment.gateway.admin.port)
-        if admin_ready is not None:
-            admin_ready(admin_port)
-        port = await _listen(clients, deployment.gateway.host, deployment.gateway.port)
-        server = clients.server
-        assert server is not None
-        gateway.descriptors.connections = lambda: len(server.connections)
-        loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-            "LivePlane": plane.run,
-            "introduction": gateway.introduce,
-            "event loop": gateway.watch_loop,
-            "StateHistory": gateway.history.run,
-            "CertificateWatch": gateway.watch_certificates,
-            "idle clients": partial(_close_idle_clients, server, gateway.descriptors),
-        }
-        if reloader is not None:
-            loops["Reloader"] = reloader.run
-        if gateway.clients is not None:
-            loops["Clients"] = gateway.clients.watch
-        elif not is_loopback(deployment.gateway.host):
-            logger.warning("gateway.clients is left out: whoever reaches port %d may send prompts", port)
-        # Serving goes on without what a loop fails to do; only a failure to start ends the process.
-        background += [
-            asyncio.create_task(plane.loop_failures.keep(loop, run)) for loop, run in loops.items()
-        ]
+        async with _listening(gateway.admin_routes.application(), config.admin.host, config.admin.port) as (
+            _,
+            port,
+        ):
+            if admin_ready is not None:
+                admin_ready(port)
+            async with _listening(gateway.routes.application(), config.host, config.port) as (server, port):
+                if gateway.clients is None and not is_loopback(config.host):
+                    logger.warning(
+                        "gateway.clients is left out: whoever reaches port %d may send prompts", port
+                    )
+                await _keep_serving(plane, gateway, reloader, server, port, ready)
+    finally:
+        await gateway.close()
+
+
+async def _keep_serving(
+    plane: LivePlane,
+    gateway: Gateway,
+    reloader: Reloader | None,
+    server: web.Server,
+    port: int,
+    ready: Callable[[int], None] | None,
+) -> None:
+    """Run the loops until cancelled."""
+    gateway.descriptors.connections = lambda: len(server.connections)
+    loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+        "LivePlane": plane.run,
+        "introduction": gateway.introduce,
+        "event loop": gateway.watch_loop,
+        "StateHistory": gateway.history.run,
+        "CertificateWatch": gateway.watch_certificates,
+        "idle clients": partial(_close_idle_clients, server, gateway.descriptors),
+    }
+    if reloader is not None:
+        loops["Reloader"] = reloader.run
+    if gateway.clients is not None:
+        loops["Clients"] = gateway.clients.watch
+    # Serving goes on without what a loop fails to do; only a failure to start ends the process.
+    background = [asyncio.create_task(plane.loop_failures.keep(loop, run)) for loop, run in loops.items()]
+    try:
         if ready is not None:
             ready(port)
         await asyncio.gather(*background, asyncio.Event().wait())
@@ -351,9 +377,6 @@ async def _serve(
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        await clients.cleanup()
-        await operators.cleanup()
-        await gateway.close()
 
 
 async def _close_idle_clients(server: web.Server, descriptors: DescriptorBudget) -> None:
@@ -372,25 +395,68 @@ async def _close_idle_clients(server: web.Server, descriptors: DescriptorBudget)
             connection.force_close()
 
 
-def _runner(app: web.Application) -> web.AppRunner:
-    return web.AppRunner(
-        app,
-        # A client that leaves cancels its handler, and with it both hops.
-        handler_cancellation=True,
-        access_log=None,
-        logger=http_logger,
-        # Compressed bodies would let a few bytes unfold into gigabytes.
-        auto_decompress=False,
-        max_line_size=_MAX_HEADER_BYTES,
-        max_field_size=_MAX_HEADER_BYTES,
-        # What a client goes on to send after it was refused is read for so long, so that it reads why.
-        lingering_time=_LINGERING_S,
-        shutdown_timeout=1.0,
-    )
+class _Connection(web.RequestHandler):
+    """One connection of a client. aiohttp bounds each header; this one bounds a request's head, and its time."""
+
+    __slots__ = ("_body", "_head_bytes", "_head_timer")
+
+    def __init__(self, server: web.Server) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), **_CONNECTION)
+        self._body: StreamReader = EMPTY_PAYLOAD
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        before, in_body = self._request_count, not self._body.is_eof()
+        super().data_received(data)
+        if self._request_count != before:
+            self._body = self._messages[-1][1]
+            self._end_head()
+        elif not in_body and data.strip():
+            if self._head_timer is None:
+                self._head_timer = self._loop.call_later(_HEAD_S, self.force_close)
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """In the API's form. aiohttp's quotes what came, which may be a key."""
+        response = super().handle_error(request, status, exc, message)
+        body = error_body(status, "What came is no HTTP request that is read here.")
+        answer = web.Response(status=response.status, body=body, content_type="application/json")
+        answer.force_close()
+        return answer
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def _end_head(self) -> None:
+        self._head_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> int:
-    """Serve at an address. Returns the bound port. Raises OSError."""
+@contextlib.asynccontextmanager
+async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[tuple[web.Server, int]]:
+    """Serve at an address; its port is the bound one. Raises OSError."""
+    # A client that leaves cancels its handler, and with it both hops.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    await web.TCPSite(runner, host, port, backlog=1024).start()
-    return int(runner.addresses[0][1])
+    server, loop = runner.server, asyncio.get_running_loop()
+    assert server is not None
+    try:
+        listening = await loop.create_server(lambda: _Connection(server), host, port, backlog=1024)
+        try:
+            yield server, int(listening.sockets[0].getsockname()[1])
+        finally:
+            listening.close()
+    finally:
+        await runner.cleanup()

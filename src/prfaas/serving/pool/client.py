@@ -86,7 +86,7 @@ def exchange(
             raise Unavailable(f"no answer within {timeout_s:g} s") from None
         if isinstance(error, OSError):
             raise Unavailable(f"the daemon is gone ({error.strerror})") from None
-        if isinstance(error, msgspec.DecodeError):
+        if isinstance(error, ValueError):
             raise Unavailable("its answer is garbage") from None
         raise
     return answer, descriptors

@@ -261,7 +261,7 @@ def _decoded(data: bytes, position: int) -> tuple[int, _Record] | None:
         return None
     try:
         return _RECORD.size + length, _DECODER.decode(body)
-    except msgspec.MsgspecError:
+    except ValueError:
         return None
 
 

@@ -101,7 +101,7 @@ def frame_of(sock: socket.socket) -> Frame:
     Raises:
         OSError: the other side is gone.
         EOFError: it has closed the socket.
-        MsgspecError: it sent something else.
+        ValueError: it sent something else.
     """
     (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
     return _DECODER.decode(_exactly(sock, length))
@@ -418,7 +418,7 @@ class SiblingStaging:
         try:
             while True:
                 self._take(rank, frame_of(sock))
-        except (OSError, EOFError, msgspec.MsgspecError) as error:
+        except (OSError, EOFError, ValueError) as error:
             if not self._closing:
                 logger.info("rank %d shares its staging no more: %s", rank, error or "it has ended")
         self._lose(rank)

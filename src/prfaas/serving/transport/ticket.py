@@ -283,7 +283,7 @@ class Ticket:
         try:
             # What a newer release says besides is ignored.
             ticket = msgspec.msgpack.decode(body, type=cls)
-        except msgspec.DecodeError as error:
+        except ValueError as error:
             raise TicketError(f"ticket of another form: {error}") from None
         if ticket.expires_at_s <= now_s:
             raise TicketError(f"ticket expired {now_s - ticket.expires_at_s:.1f} s ago")

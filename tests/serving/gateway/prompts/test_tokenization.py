@@ -1,6 +1,7 @@
 """Whose token ids are taken: the own tokenizer's where all engines that decode agree, else an engine's."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_what_an_engine_cuts_or_completes_is_prefilled_elsewhere(
         ("/v1/completions", {}, "malformed", 0),
         ("/v1/completions", {"prompt": "a", "n": 0}, "malformed", 0),
         ("/v1/chat/completions", CHAT | {"temperature": 5, "documents": [{}]}, "refused", 0),
-        ("/v1/completions", {"prompt": "a" * 5000}, "length", 0),
+        ("/v1/completions", {"prompt": "a" * 4000}, "length", 0),
         # 256 numbers of 16 bits for each token.
         ("/v1/completions", {"prompt_embeds": "a" * (100 * 2 * 256 * 4 // 3)}, "embeds", 99),
         ("/tokenize", {"prompt": "a"}, "forwarded", 0),
@@ -167,5 +168,33 @@ def test_what_has_no_tokens_for_anybody(
         assert await world.metric(direct % reason) == 1
         assert world.plane.own_prefills == [tokens]
         assert reason in UNSEEN_REASONS
+
+    in_world(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "found"),
+    [
+        ("/v1/completions", {"prompt": [5] * 4001}, "4001 input tokens, which exceeds"),
+        ("/v1/completions", {"prompt": [[5], [5] * 4001]}, "4001 input tokens, which exceeds"),
+        ("/v1/completions", {"prompt": "a" * 4001}, "4001 input tokens, which exceeds"),
+        ("/v1/completions", {"prompt": "a" * 40_000}, "at least 32000 input tokens"),
+        ("/v1/completions", {"prompt": "a" * 4_000_000}, "4000000 characters"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 4_000_000}]}, "characters"),
+        ("/tokenize", {"prompt": "a" * 4_000_000}, "4000000 characters"),
+    ],
+)
+def test_what_no_engine_would_take_reaches_none(
+    in_world: InWorld, path: str, fields: dict[str, Any], found: str
+) -> None:
+    async def body(world: World) -> None:
+        await introduced(world.decode)
+        async with world.client.post(path, json=fields) as response:
+            said = (await response.json())["error"]
+        assert response.status == said["code"] == 400 and found in said["message"]
+        assert said["message"].startswith("This model's maximum context length is 4000 tokens. However, your")
+        assert not any(engine.generated() for engine in world.engines)
+        assert await world.metric('prfaas_gateway_refused_total{reason="length"}') == 1
+        assert not any("a" * 100 in json.dumps(seen.body) for engine in world.engines for seen in engine.seen)
 
     in_world(body)

@@ -119,7 +119,7 @@ def test_the_real_fastokens_gives_the_ids_of_tokenizers(
     if not _real:
         file = write_tokenizer(tmp_path_factory.mktemp("real")) / "tokenizer.json"
         _real["fast"], _real["reference"] = (
-            FastEncoder(file),
+            FastEncoder(file, 300),
             ReferenceEncoder(Tokenizer.from_file(str(file))),
         )
     for piece in (text, f"<|im_start|>{text}<|im_end|>"):

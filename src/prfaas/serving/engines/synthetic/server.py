@@ -144,18 +144,18 @@ class EngineServer:
         raw = await request.read()
         if self._ending:
             return _error("cannot schedule new futures after shutdown", 500)
-        if len(raw) <= _INLINE_BYTES:
-            wanted = self._read(parse, raw)
-        else:
-            wanted = await asyncio.to_thread(self._read, parse, raw)
+        wanted = await self._read(parse, raw)
         writer = writer_of(wanted, self._text)
         if wanted.stream:
             return await self._stream(request, wanted, writer)
         generations = await asyncio.gather(*map(self._finish, wanted.works))
         return web.Response(body=writer.whole(generations), content_type=_JSON)
 
-    def _read(self, parse: _Parse, raw: bytes) -> GenerationRequest:
-        return parse(json_object(raw), self._models, self._text)
+    async def _read(self, parse: _Parse, raw: bytes) -> GenerationRequest:
+        def read() -> GenerationRequest:
+            return parse(json_object(raw), self._models, self._text)
+
+        return read() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(read)
 
     async def _finish(self, work: Work) -> GeneratedAnswer:
         async with self._engine.generate(work) as generation:
@@ -189,7 +189,7 @@ class EngineServer:
 
     async def _render(self, parse: _Parse, request: web.Request) -> web.StreamResponse:
         """The ids of a request's prompts: of text completions a list, else of the only one."""
-        wanted = self._read(parse, await request.read())
+        wanted = await self._read(parse, await request.read())
         rendered = [{"token_ids": work.token_ids, "features": None} for work in wanted.works]
         return _json(rendered[0] if wanted.chat else rendered)
 
@@ -274,10 +274,14 @@ async def _answered(handler: Handler, request: web.Request) -> web.StreamRespons
         return _error(str(error), error.status)
     except RoomError as error:
         return _error(str(error), 400)
+    except ConnectionResetError:
+        # The client has left: whatever is answered finds nobody.
+        return web.Response()
 
 
 def _json(value: object) -> web.Response:
-    return web.Response(body=orjson.dumps(value), content_type=_JSON)
+    # Token ids may be in an array.
+    return web.Response(body=orjson.dumps(value, default=list), content_type=_JSON)
 
 
 def _error(message: str, status: int) -> web.Response:

@@ -20,7 +20,7 @@ from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.request_log import RequestRecord
 
 # In generated text the quotes would be escaped. The usage stands at the end.
-_ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?(\d+)')
+_ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?(\d{1,9})\b')
 # Fixed words: in "stop_reason" vLLM quotes the client's own stop string.
 _REASONS = rb"stop|length|tool_calls|function_call|content_filter|abort|error|repetition"
 _FINISH_REASON = re.compile(rb'"finish_reason":\s?"(' + _REASONS + rb')"')
@@ -47,7 +47,8 @@ def finish_reasons(tail: bytes) -> list[str]:
 
 # In generated text the quotes would be escaped. Such an object has at most one more level in it.
 _DETAILS = re.compile(rb'("(?:prompt|input)_tokens_details":\s?)(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
-_MESSAGE_USAGE = re.compile(rb'("usage":\s?)(\{[^{}]*"cache_[^{}]*\})')
+_MESSAGE_USAGE = re.compile(rb'("usage":\s?)(\{[^{}]*\})')
+_CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
 _NUMBER = re.compile(rb"\d+")
 
 
@@ -65,14 +66,16 @@ def _nothing_cached(match: re.Match[bytes]) -> bytes:
 
 def _whole_input(match: re.Match[bytes]) -> bytes:
     """Messages count cached tokens beside the others."""
+    if b'"cache_' not in match[2]:
+        return match[0]
     try:
         usage = orjson.loads(match[2])
-    except ValueError:
-        # Not an engine's: theirs has no braces in strings.
+        counts = [usage.get("input_tokens"), *(usage.pop(name, None) for name in _CACHED)]
+        usage["input_tokens"] = sum(count for count in counts if type(count) is int)
+        return match[1] + orjson.dumps(usage)
+    except (ValueError, TypeError):
+        # Not an engine's: theirs has no braces in strings, and numbers of tokens.
         return match[0]
-    for name in ("cache_read_input_tokens", "cache_creation_input_tokens"):
-        usage["input_tokens"] = usage.get("input_tokens", 0) + (usage.pop(name, 0) or 0)
-    return match[1] + orjson.dumps(usage)
 
 
 # In generated text the quotes would be escaped.
@@ -86,6 +89,8 @@ _NO_TEXT = b'"text":"","logprobs":null,"finish_reason":null,"stop_reason":null,"
 _CALL = b'"tool_calls":['
 _CALL_ID = re.compile(rb'"id":"([^"\\]+)","type":"function"')
 _HIDDEN = {Endpoint.CHAT: (_SAYS_NOTHING, _NO_CONTENT), Endpoint.COMPLETIONS: (_NO_TEXT,)}
+# No model has answers that are longer.
+_MOST_IDS = 1 << 24
 # What comes before the prompt's ids is shorter.
 _LONGEST_HEAD_BYTES = 64 << 10
 
@@ -163,7 +168,7 @@ class TakenIds:
         self.shown = count
 
     def take(self, events: bytes) -> bytes:
-        """Whole events as the client is to have them."""
+        """Whole events as the client is to have them. Raises ValueError and OverflowError for ids that are none."""
         before, mark, after = events.partition(_IDS)
         if not mark:
             return events
@@ -171,6 +176,8 @@ class TakenIds:
         while mark:
             ids, _, after = after.partition(b"]")
             come = len(self.ids)
+            if come > _MOST_IDS:
+                raise OverflowError(f"an answer of more than {_MOST_IDS} tokens")
             if b"," in ids:
                 self.ids.extend(map(int, ids.split(b",")))
             elif ids:

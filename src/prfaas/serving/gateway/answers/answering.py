@@ -30,11 +30,12 @@ from prfaas.serving.gateway.answers.transcript import (
     StreamTranscript,
     events,
     last_said,
+    plain,
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, ApiError, Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
-from prfaas.serving.gateway.engine_client import OWN_RESOURCES, EngineCallError
+from prfaas.serving.gateway.engine_client import OWN_RESOURCES, TOO_LONG, EngineCallError
 from prfaas.serving.gateway.prompts.prompt import (
     Endpoint,
     RenderedPrompt,
@@ -145,7 +146,7 @@ class Answering:
         failed: Collection[str],
     ) -> ReadyRequest | None:
         """The same request made ready for another decode engine; None when there is none or enough have failed."""
-        if failure.reason == OWN_RESOURCES:
+        if failure.reason in (OWN_RESOURCES, TOO_LONG):
             return None
         answered = isinstance(failure, EngineAnswerError)
         if len(failed) >= (MAX_ANSWERING_ATTEMPTS if answered else self._decode_attempts):
@@ -305,7 +306,11 @@ class Answering:
             held_chars = max(map(len, stops)) - 1
         sent, text = taken.shown, ""
         if taken.latest:
-            said = last_said(taken.latest)
+            try:
+                with plain():
+                    said = last_said(taken.latest)
+            except NotPlainError:
+                raise CannotResumeError("not-plain") from None
             if said is None:
                 raise CannotResumeError("in-call")
             last = LastWords(said, taken.shown_before, held_chars)
@@ -344,9 +349,10 @@ class Answering:
                         await begun.writer.write(LAST_EVENT)
                         continue
                     may_stop = len(taken.ids) > least_tokens
-                    piece = transcript.rewrite(
-                        event, len(begun.prompt.token_ids), rest.sent_tokens, may_stop=may_stop
-                    )
+                    with plain():
+                        piece = transcript.rewrite(
+                            event, len(begun.prompt.token_ids), rest.sent_tokens, may_stop=may_stop
+                        )
                     if piece:
                         note_answer_tokens(begun.request.record, piece)
                         await begun.writer.write(piece)
@@ -358,12 +364,17 @@ class Answering:
 def _one_by_one(chunk: bytes, taken: TakenIds) -> Iterator[Json | None]:
     """A stream's events, whose ids are taken with each: tokens behind a stop string are none of the answer's."""
     for raw in chunk.split(END_OF_EVENT):
-        yield from events(taken.take(raw + END_OF_EVENT))
+        with plain():
+            told = list(events(taken.take(raw + END_OF_EVENT)))
+        yield from told
 
 
 def _unanswered(failure: EngineCallError, decode: str) -> ApiError:
     if failure.reason == OWN_RESOURCES:
         return ApiError(503, "The gateway has no file descriptor left; try again.", retry_after_s=1)
+    if failure.reason == TOO_LONG:
+        sentence = "The answer is too long for one piece; ask for a stream, or for fewer answers or log probabilities."
+        return ApiError(502, sentence, reason=TOO_LONG)
     return ApiError(503, f"The decode instance {decode} does not answer.", retry_after_s=1)
 
 
@@ -382,7 +393,8 @@ def _broken_stream(
     if not isinstance(ready, DecidedRequest) or writer.ids is None:
         raise CannotResumeError("parameters")
     try:
-        transcript = StreamTranscript.of(request.endpoint, writer.ids.latest + writer.latest)
+        with plain():
+            transcript = StreamTranscript.of(request.endpoint, writer.ids.latest + writer.latest)
     except NotPlainError:
         raise CannotResumeError("not-plain") from None
     return BegunAnswer(

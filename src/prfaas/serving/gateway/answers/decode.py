@@ -17,7 +17,7 @@ from prfaas.serving.gateway.answers.streams import (
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body, without_transfer_params
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.engine_client import EngineCallError, accuse, read_all
+from prfaas.serving.gateway.engine_client import EngineCallError, accuse, read_whole
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest
@@ -69,7 +69,7 @@ class Decoder:
                     self._note_refusal(request, ready, stream.refused_status)
                     self._prefill.abandon(ready, "the decode engine refused the request in its stream")
                 return await writer.end()
-            body = await read_all(answer, ready.decode)
+            body = await read_whole(answer, ready.decode)
             note_answer_tokens(request.record, body)
             whole = WholeAnswer(answer.status, without_transfer_params(body), kind)
             if whole.status in _ENGINE_FAILURES:

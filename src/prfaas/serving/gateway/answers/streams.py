@@ -21,13 +21,17 @@ from prfaas.serving.gateway.answers.answer_bytes import (
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call, is_ending
-from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.http_pool import AnswerTooLongError, EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord
 
 EVENT_STREAM = "text/event-stream"
 _HEAD_TYPE = "text/event-stream; charset=utf-8"
 _KEEP_ALIVE = b": keep-alive\n\n"
+# Of one event: the last one of `/v1/responses` has a whole answer in it.
+_MOST_EVENT_BYTES = 64 << 20
+# Of events that say nothing yet.
+_MOST_PREFACE_BYTES = 1 << 20
 # How long a client that reads slowly is waited for with the last event of a stream whose time is over.
 _LAST_WORDS_S = 1.0
 # A client that takes nothing of its answer for so long is cut off.
@@ -86,10 +90,11 @@ class EventStream:
         self._ends = dialect.ends
         self._error_mark = dialect.error_mark
         self._is_preface: Callable[[bytes], object] | None = dialect.is_preface
-        self._held = b""
-        self._partial = b""
+        self._held = bytearray()
+        self._partial = bytearray()
         self.ended = False
         """Whether the mark at the stream's end has come."""
+        self._fault: EngineCallError | None = None
         self.failure: bytes | None = None
         """The event, not passed on, in which the engine says that it failed (a code of 500 or more)."""
         self.refused_status: int | None = None
@@ -102,6 +107,8 @@ class EventStream:
             EngineCallError: the engine has failed, or its connection ended early.
         """
         while not self.ended:
+            if self._fault is not None:
+                raise self._fault
             if self.failure is not None:
                 raise EngineAnswerError(self._instance, 500, event=self.failure)
             try:
@@ -110,8 +117,7 @@ class EventStream:
                 raise failed_call(self._instance, error, begun=True) from error
             if not chunk:
                 raise EngineCallError(self._instance, "died", "ended its stream early")
-            events = self.take(chunk)
-            if events:
+            if events := self._taken(chunk):
                 return events
         # A connection can be used again only if it was read to its end. A failure after the last event is harmless.
         with contextlib.suppress(OSError):
@@ -122,37 +128,73 @@ class EventStream:
         """Give events to `passes_on` as they come, until it says False. What is left is for `read` to tell."""
 
         def sink(chunk: bytes) -> bool:
-            events = self.take(chunk)
+            events = self._taken(chunk)
             goes_on = passes_on(events) if events else True
-            return goes_on and not self.ended and self.failure is None
+            return goes_on and not self._is_over
 
-        if not self.ended and self.failure is None:
+        if not self._is_over:
             await self._response.pump(sink)
 
+    @property
+    def _is_over(self) -> bool:
+        return self.ended or self.failure is not None or self._fault is not None
+
+    def _taken(self, chunk: bytes) -> bytes:
+        """`take`, whose fault is for `read` to tell."""
+        try:
+            return self.take(chunk)
+        except AnswerTooLongError as error:
+            self._fault = failed_call(self._instance, error, begun=True)
+        except (ValueError, OverflowError) as error:
+            # Not its text, which quotes the answer.
+            detail = f"token ids that are none: {type(error).__name__}"
+            self._fault = EngineCallError(self._instance, "garbled", detail)
+        return b""
+
     def take(self, chunk: bytes) -> bytes:
-        """What may be passed on now that `chunk` has come: events as far as they are whole."""
+        """What may be passed on now that `chunk` has come: events as far as they are whole.
+
+        Raises:
+            AnswerTooLongError: an event does not end.
+            ValueError, OverflowError: for token ids that are none.
+        """
         if self._cut is not None:
             chunk = self._cut.take(chunk)
             if self._cut.done:
                 self._cut = None
         if self._partial or not chunk.endswith(END_OF_EVENT):
-            chunk = self._partial + chunk
-            end = chunk.rfind(END_OF_EVENT)
-            end = 0 if end < 0 else end + len(END_OF_EVENT)
-            chunk, self._partial = chunk[:end], chunk[end:]
+            chunk = self._whole_events(chunk)
+            if not chunk:
+                return b""
         if self._error_mark in chunk:
             chunk = self._before_failure(chunk)
         if self._ids is not None:
             chunk = self._ids.take(chunk)
         # Until something is generated another engine may answer in place of this one.
         if self._is_preface is not None:
+            is_preface = self._is_preface(chunk) and len(self._held) <= _MOST_PREFACE_BYTES
             self._held += chunk
-            if self._is_preface(self._held):
+            if is_preface:
                 return b""
-            chunk, self._held, self._is_preface = self._held, b"", None
+            chunk, self._is_preface = bytes(self._held), None
+            self._held.clear()
         if chunk and self._ends(chunk):
             self.ended = True
         return self._dialect.cleaned(chunk) if self._dialect.nests_params else chunk
+
+    def _whole_events(self, chunk: bytes) -> bytes:
+        """As far as they are whole; what is long comes in many pieces, of which only the new one is looked through."""
+        known = max(len(self._partial) - len(END_OF_EVENT) + 1, 0)
+        self._partial += chunk
+        found = self._partial.rfind(END_OF_EVENT, known)
+        if found < 0:
+            if len(self._partial) > _MOST_EVENT_BYTES:
+                raise AnswerTooLongError(f"an event has more than {_MOST_EVENT_BYTES} bytes")
+            return b""
+        end = found + len(END_OF_EVENT)
+        chunk = bytes(self._partial[:end])
+        del self._partial[:end]
+        return chunk
 
     def _before_failure(self, chunk: bytes) -> bytes:
         begin = chunk.find(self._error_mark)

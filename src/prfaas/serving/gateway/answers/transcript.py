@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,15 @@ class CannotResumeError(Exception):
 
 class NotPlainError(ValueError):
     """The stream holds more than one answer, or than its text."""
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """For reading an engine's stream: raises NotPlainError in whatever way it is of another form."""
+    try:
+        yield
+    except (ValueError, OverflowError, TypeError, AttributeError, LookupError, StopIteration) as error:
+        raise NotPlainError(f"{type(error).__name__} in reading it") from None
 
 
 class StopAccount:

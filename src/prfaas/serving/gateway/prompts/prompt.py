@@ -437,7 +437,8 @@ def stop_strings(body: Json) -> tuple[str, ...]:
 
 def wants_usage(body: Json) -> bool:
     """Whether the client asked for the usage at the stream's end."""
-    return bool((body.get("stream_options") or {}).get("include_usage"))
+    options = body.get("stream_options")
+    return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
 def tokens_left(

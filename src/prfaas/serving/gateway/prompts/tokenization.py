@@ -14,10 +14,11 @@ import jinja2
 import msgspec
 
 from prfaas.core.deployment import Instance
+from prfaas.core.deployment.model import ModelRef
 from prfaas.core.kv.config_fields import ConfigError, ConfigFields
 from prfaas.core.kv.hf_config import read_config, text_fields
 from prfaas.core.prefix.hashing import MediaItem
-from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, dump_body
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, ApiError, Json, dump_body
 from prfaas.serving.gateway.context import GatewayContext, ThreadOffload
 from prfaas.serving.gateway.engine_client import FROZEN, Blame, EngineCallError, accuse
 from prfaas.serving.gateway.prompts.prompt import (
@@ -41,33 +42,34 @@ class LocalTokenizer:
     `Tokenization` finds out whether vLLM makes the same ids.
     """
 
-    def __init__(self, encoder: Encoder, template: ChatTemplate | None, threads: ThreadOffload) -> None:
+    def __init__(
+        self, encoder: Encoder, template: ChatTemplate | None, threads: ThreadOffload, max_model_len: int
+    ) -> None:
         self._encoder = encoder
         self._template = template
         self._threads = threads
+        self._max_model_len = max_model_len
 
     @classmethod
-    def of_model(cls, directory: Path, threads: ThreadOffload) -> "LocalTokenizer | None":
-        """From a checkpoint directory, whose files it reads; None when there is no `tokenizer.json`."""
-        file = directory / "tokenizer.json"
+    def of_model(cls, model: ModelRef, threads: ThreadOffload) -> "LocalTokenizer | None":
+        """From the files of a checkpoint; None when there is no `tokenizer.json`."""
+        file = model.path / "tokenizer.json"
         if not file.is_file():
             return None
-        return cls(encoder_of(file), ChatTemplate.of_model(directory), threads)
+        return cls(encoder_of(file), ChatTemplate.of_model(model.path), threads, model.max_model_len)
 
     @property
     def has_template(self) -> bool:
         return self._template is not None
 
     async def text_ids(self, text: str, *, add_special_tokens: bool) -> "array[int]":
-        """Ids of `text`; special tokens written in it are recognised, as in vLLM."""
-        return await self._threads.run(
-            len(text), self._encoder.encode, text, add_special_tokens=add_special_tokens
-        )
+        """Ids of `text`; special tokens written in it are recognised, as in vLLM. Raises ApiError for one too long."""
+        return await self._threads.run(len(text), self._encode, text, add_special_tokens=add_special_tokens)
 
     async def chat_ids(
         self, messages: Sequence[tuple[str, str | tuple[str, ...]]], size_bytes: int
     ) -> "array[int]":
-        """Ids of the rendered conversation with a generation prompt. Raises jinja2.TemplateError.
+        """Ids of the rendered conversation with a generation prompt. Raises jinja2.TemplateError, and ApiError.
 
         `size_bytes`: of the body that it came in; empty messages take as long to render as others.
         """
@@ -76,12 +78,47 @@ class LocalTokenizer:
             raise ValueError("the model has no chat template that the gateway can render")
         # The template writes its special tokens itself.
         return await self._threads.run(
-            size_bytes, lambda: self._encoder.encode(template.render(messages), add_special_tokens=False)
+            size_bytes, lambda: self._encode(template.render(messages), add_special_tokens=False)
         )
+
+    def check_length(self, text: str) -> None:
+        """Raises ApiError for a text of more characters than the model's tokens can stand for."""
+        most = self._max_model_len
+        most_chars = most * self._encoder.longest_token
+        if len(text) > most_chars:
+            raise too_long(
+                most,
+                f"{len(text)} characters (more than {most_chars} characters, which is the upper bound for {most} input "
+                "tokens)",
+            )
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
+        """Raises ApiError for a text that has too many tokens for certain, before all of them are made."""
+        self.check_length(text)
+        most = self._max_model_len
+        if len(text) > _BEGIN_CHARS * most:
+            begin = self._encoder.encode(text[: _BEGIN_CHARS * most], add_special_tokens=add_special_tokens)
+            # Where it is cut, its end may have other tokens than in the whole text.
+            if len(begin) > most + most // 4:
+                raise too_long(most, f"at least {len(begin)} input tokens")
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+
+
+def too_long(max_model_len: int, found: str) -> ApiError:
+    """The refusal of a prompt, in vLLM's words (0.32). `found`: what it contains."""
+    return ApiError(
+        400,
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains {found}. Please "
+        "reduce the length of the input prompt.",
+        param="input_tokens",
+        reason="length",
+    )
 
 
 logger = logging.getLogger(__name__)
 
+# A text of more characters for each token that a prompt may have is looked at by its beginning first.
+_BEGIN_CHARS = 8
 # The prefixes of so many prompts of a batch are looked for, the longest ones: each takes a moment of the loop.
 _MOST_HASHED = 32
 # What a prompt has, about, whose tokens no engine tells.
@@ -185,6 +222,9 @@ class Tokenization:
 
         Returns:
             DirectPrompt, with the reason, when the decode engine has to prefill all of it.
+
+        Raises:
+            ApiError: 400, it is longer than the model takes.
         """
         begun_s = time.perf_counter()
         try:
@@ -210,6 +250,10 @@ class Tokenization:
     async def _tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
         prompt = request.prompt
         if isinstance(prompt, DirectPrompt):
+            text = request.body.get("prompt")
+            if request.endpoint is Endpoint.TOKENIZE and isinstance(text, str) and self._local is not None:
+                # vLLM would make the tokens of any text here.
+                self._local.check_length(text)
             return prompt
         if isinstance(prompt, EmbedsPrompt):
             return DirectPrompt("embeds", (max(int(prompt.encoded_chars / self._embedding_chars), 1),))
@@ -221,6 +265,12 @@ class Tokenization:
                 return DirectPrompt("refused")
             return DirectPrompt("not-rendered", (request.size_bytes // _BYTES_PER_TOKEN,))
         longest = max(len(each.token_ids) for each in prompts)
+        if longest > self._max_model_len:
+            # The engine would take seconds for megabytes of ids, to say the same.
+            raise too_long(
+                self._max_model_len,
+                f"{longest} input tokens, which exceeds this limit even without any output tokens",
+            )
         limit = answer_limit(request.endpoint, request.body) or 0
         # With a completion's ids vLLM cuts the answer short instead.
         needed = limit if request.endpoint is Endpoint.COMPLETIONS else longest + limit

@@ -2,6 +2,7 @@
 what is told of it."""
 
 import logging
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -67,10 +68,10 @@ class SampledTokens:
             told = orjson.loads(answer)
             (choice,) = told["choices"]
             (name,) = choice["logprobs"]["tokens"]
-            token_id = int(name.removeprefix(_TOKEN_ID))
+            (token_id,) = array("I", (int(name.removeprefix(_TOKEN_ID)),))
             text, reason = choice["text"], choice["finish_reason"]
             details = told["usage"].get("prompt_tokens_details")
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"no first token in the prefill's answer: {type(error).__name__}") from None
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise ValueError("the prefill's answer is no whole completion of one token")
@@ -90,7 +91,9 @@ class SampledTokens:
 
 def begins_stop(text: str, stops: Sequence[str]) -> bool:
     """Whether `text` ends with a part of a stop string that is not all of it."""
-    return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
+    return any(
+        text.endswith(stop[:length]) for stop in stops for length in range(1, min(len(stop), len(text) + 1))
+    )
 
 
 # With these vLLM writes chats in another form, or counts and samples by rules that the gateway does not know.

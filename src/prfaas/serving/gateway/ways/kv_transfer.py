@@ -20,6 +20,7 @@ from prfaas.serving.tasks import BackgroundTasks, run_together
 from prfaas.serving.transport.handover import is_by_nixl
 from prfaas.serving.transport.observer import Observer, OnSoon
 from prfaas.serving.transport.resume_points import common
+from prfaas.serving.transport.sentences import legible
 from prfaas.serving.transport.ticket import (
     CACHED_TOKENS_PARAMETER,
     KEPT_PARAMETER,
@@ -235,7 +236,7 @@ class KvTransfers:
         except OSError as error:
             raise TransferFailedError("consumer-unreachable", str(error)) from error
         if status.phase is not TransferPhase.COMPLETE:
-            raise TransferFailedError(DROPPED if status.dropped else TRANSFER_FAILED, status.reason)
+            raise TransferFailedError(DROPPED if status.dropped else TRANSFER_FAILED, legible(status.reason))
         return status
 
 
