@@ -215,14 +215,17 @@ def brute_force(problem: PlanProblem) -> float:
 
 
 def planned_scenario(
-    planned: PlannedDeployment, point: OperatingPoint, prefill: int, gone: Sequence[str] = ()
+    planned: PlannedDeployment, point: OperatingPoint, prefill: int | None = None, gone: Sequence[str] = ()
 ) -> Scenario:
-    """The deployment at a point's threshold: neither it nor the roles change, and what is gone stays gone."""
+    """The deployment at a point's threshold: neither it nor the roles change, and what is gone stays gone.
+
+    `prefill`: instances that do; None: as `prfaas simulate` takes them.
+    """
     return scenario_of(
         planned,
         policy="static_threshold",
         threshold_tokens=math.inf if point.threshold_tokens is None else point.threshold_tokens,
-        roles={each.cluster: prefill for each in point.roles},
+        roles=None if prefill is None else {each.cluster: prefill for each in point.roles},
         adapts=False,
         allocation=False,
         failures=[Failure(name, 0.0, 1e12) for name in gone],
@@ -270,7 +273,7 @@ def verdicts_of(seed: int) -> Iterator[Verdict]:
         f"{problem.prfaas[0].instances}+{point.n_prefill}+{point.n_decode}, {type(lengths).__name__} "
         f"{lengths.low:.0f} to {lengths.high:.0f}, {link.bandwidth_bits_per_s / 1e9:.3g} Gbit/s"
     )
-    found = stable_rate(planned_scenario(planned, point, point.n_prefill), problem, point)
+    found = stable_rate(planned_scenario(planned, point), problem, point)
     yield Verdict(seed, "stable rate", what, point.lambda_max, found, TOLERANCE)
     yield Verdict(seed, "search", what, point.lambda_max, brute_force(problem), SEARCH_TOLERANCE)
     for name, scenario, left in survivals(planned, problem, point):
