@@ -1,14 +1,17 @@
 """Plans against the simulator and against brute force, on random deployments and random laws of lengths.
 
-    python bench/verdicts.py [--deployments 200] [--first-seed 0] [--json FILE]
+    python bench/verdicts.py [--deployments 200] [--several 50] [--first-seed 0] [--json FILE]
 
-Of each deployment:
+Of each deployment with one PrfaaS and one PD cluster:
 
 - **stable rate**: the simulator runs it with the roles and the threshold of the plan. Its queues must stay at 0.97 of
   the planned rate and grow at 1.03; else plan and simulator contradict each other.
 - **search**: no threshold and split of a brute-force search may be better than the plan by more than 1 %.
 - **survival**: the same comparison for what is planned to be left at once without the link, without the PrfaaS
   cluster and without one instance, which fail in the simulation before the first request comes.
+
+Of each deployment with two PrfaaS and two PD clusters (`--several`) the rate that the default policy keeps stable, with
+the roles that were planned and the thresholds that live loops would find for them, is compared with the plan's.
 
 Prompts are no random sample here: lengths are the quantiles of their law in an order that repeats none of them for long
 (van der Corput's sequence), and come at equal intervals. So a few thousand show an overload of 1 %.
@@ -70,7 +73,7 @@ class Verdict:
 
     seed: int
     kind: str
-    """ "stable rate", "search" or "survival of NAME"."""
+    """ "stable rate", "search", "survival of NAME" or "several clusters"."""
     what: str
     """The deployment in a line."""
     planned_rps: float
@@ -110,10 +113,15 @@ def random_lengths(rng: np.random.Generator) -> LengthsSpec:
     return EmpiricalLengths(tuple(map(float, np.rint(sample))))
 
 
-def random_deployment(seed: int) -> PlannedDeployment:
-    """One PrfaaS and one PD cluster of random sizes and speeds, with a random link and a random law of lengths."""
+def random_deployment(seed: int, *, has_several: bool = False) -> PlannedDeployment:
+    """Clusters of random sizes and speeds, with random links and a random law of lengths.
+
+    One PrfaaS and one PD cluster, or two of each (`has_several`).
+    """
     rng = np.random.default_rng(seed)
-    base = load_planned(EXAMPLES / str(rng.choice(["paper.yaml", "dense.yaml"])))
+    base = load_planned(
+        EXAMPLES / ("multi.yaml" if has_several else str(rng.choice(["paper.yaml", "dense.yaml"])))
+    )
     slow = rng.uniform(0.05, 0.8), rng.uniform(3e-5, 3e-4), rng.uniform(0, 2e-9)
     clusters = []
     for cluster in base.clusters:
@@ -268,11 +276,7 @@ def verdicts_of(seed: int) -> Iterator[Verdict]:
     planned = random_deployment(seed)
     problem = problem_of(planned)
     point = best_operation(problem)
-    (link,), lengths = problem.links, problem.workload.lengths
-    what = (
-        f"{problem.prfaas[0].instances}+{point.n_prefill}+{point.n_decode}, {type(lengths).__name__} "
-        f"{lengths.low:.0f} to {lengths.high:.0f}, {link.bandwidth_bits_per_s / 1e9:.3g} Gbit/s"
-    )
+    what = in_a_line(problem, point)
     found = stable_rate(planned_scenario(planned, point), problem, point)
     yield Verdict(seed, "stable rate", what, point.lambda_max, found, TOLERANCE)
     yield Verdict(seed, "search", what, point.lambda_max, brute_force(problem), SEARCH_TOLERANCE)
@@ -281,19 +285,48 @@ def verdicts_of(seed: int) -> Iterator[Verdict]:
         yield Verdict(seed, f"survival of {name}", what, left.lambda_max, found, TOLERANCE)
 
 
+def verdict_of_several(planned: PlannedDeployment, seed: int = 0) -> Verdict:
+    """The default policy on a deployment of several clusters."""
+    problem = problem_of(planned)
+    point = best_operation(problem)
+    scenario = scenario_of(planned, policy="tilted", adapts=False, allocation=False)
+    found = stable_rate(scenario, problem, point)
+    return Verdict(
+        seed, "several clusters", in_a_line(problem, point), point.lambda_max, found, TOLERANCE
+    )
+
+
+def in_a_line(problem: PlanProblem, point: OperatingPoint) -> str:
+    """A planned deployment: instances of PrfaaS clusters, roles of PD clusters, lengths, links."""
+    far = [str(cluster.instances) for cluster in problem.prfaas]
+    near = [f"{roles.prefill}+{roles.decode}" for roles in point.roles]
+    lengths = problem.workload.lengths
+    gbits = [f"{link.bandwidth_bits_per_s / 1e9:.3g}" for link in problem.links]
+    return (
+        f"{'+'.join([*far, *near])}, {type(lengths).__name__} {lengths.low:.0f} to {lengths.high:.0f}, "
+        f"{', '.join(gbits)} Gbit/s"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--deployments", type=int, default=200)
+    parser.add_argument("--several", type=int, default=50, help="deployments of several clusters")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write all comparisons to this file")
     options = parser.parse_args()
-    seeds = range(options.first_seed, options.first_seed + options.deployments)
+    seeds, several = (
+        range(options.first_seed, options.first_seed + count)
+        for count in (options.deployments, options.several)
+    )
     found: list[Verdict] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for seed in progress.track(seeds):
             found += verdicts_of(seed)
+        for seed in progress.track(several):
+            found.append(verdict_of_several(random_deployment(seed, has_several=True), seed))
     report(Console(width=120), found)
     if options.json is not None:
         document: list[dict[str, Any]] = [asdict(each) | {"error": each.error} for each in found]
