@@ -291,9 +291,7 @@ def verdict_of_several(planned: PlannedDeployment, seed: int = 0) -> Verdict:
     point = best_operation(problem)
     scenario = scenario_of(planned, policy="tilted", adapts=False, allocation=False)
     found = stable_rate(scenario, problem, point)
-    return Verdict(
-        seed, "several clusters", in_a_line(problem, point), point.lambda_max, found, TOLERANCE
-    )
+    return Verdict(seed, "several clusters", in_a_line(problem, point), point.lambda_max, found, TOLERANCE)
 
 
 def in_a_line(problem: PlanProblem, point: OperatingPoint) -> str:

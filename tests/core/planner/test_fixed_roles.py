@@ -74,7 +74,9 @@ def test_never_offloads_what_cannot_go(problem: PlanProblem, is_reached: bool) -
 def test_without_local_prefill_everything_goes(problem: PlanProblem) -> None:
     side = home(problem, 0)
     assert best_of_side(side) == 0.0
-    assert rate_of(side, 0.0) == pytest.approx(evaluate(paper_problem(), 0.0, 0, "by length").lambda_max, rel=1e-6)
+    assert rate_of(side, 0.0) == pytest.approx(
+        evaluate(paper_problem(), 0.0, 0, "by length").lambda_max, rel=1e-6
+    )
     assert rate_of(side, 1000.0) == 0
 
 

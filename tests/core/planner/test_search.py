@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.planner import PdCluster, PlanError, PlanProblem, PrfaasCluster, ServiceModel
+from prfaas.core.planner import PdCluster, PlanError, PlanProblem, PrfaasCluster
 from prfaas.core.planner.two_clusters import (
     best_point,
     best_prefill,

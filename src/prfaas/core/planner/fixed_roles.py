@@ -32,8 +32,8 @@ def rate_with_roles(problem: PlanProblem, prefill: Mapping[str, int]) -> float:
     """Λ_max with the best routes, if `prefill[cluster]` instances of each PD cluster prefill; 0 if nothing flows."""
     if problem.is_two_cluster:
         return best_rate(problem, prefill[problem.pd[0].name])
-    found = best_routing(problem, all_paths(problem), prefill, "by length")
-    return 0.0 if found is None else found[0].rate("by length")
+    found = best_routing(problem, all_paths(problem), prefill)
+    return 0.0 if found is None else found.rate()
 
 
 def best_roles(problem: PlanProblem) -> dict[str, int]:
@@ -152,7 +152,7 @@ def _granted(
 ) -> dict[tuple[str, str], float]:
     """Instances (not whole ones) of each prefill cluster that work for each PD cluster."""
     instances = {cluster.name: prefill.get(cluster.name, cluster.instances) for cluster in problem.clusters}
-    found = best_routing(problem, all_paths(problem), prefill, "by length", parts)
+    found = best_routing(problem, all_paths(problem), prefill, parts)
     granted: dict[tuple[str, str], float] = {}
     for cluster in problem.clusters:
         reached = [
@@ -163,7 +163,7 @@ def _granted(
         # Without a solution (some cluster has nothing that could prefill for it) by requests.
         time_s = {name: parts[name] for name in reached}
         if found is not None:
-            used = {name: _time_s(found[0], cluster, name) for name in reached}
+            used = {name: _time_s(found, cluster, name) for name in reached}
             total = sum(used.values(), 0.0)
             if total > 0:
                 time_s = {name: used[name] if used[name] > _NO_TIME * total else 0.0 for name in reached}

@@ -71,7 +71,9 @@ class Split:
     def beyond(self, f: OfLength, share: float) -> OfLength:
         """E[f(share × L); beyond t] for any thresholds t; `f` is asked once."""
         if (f, share) not in self._beyond:
-            self._beyond[f, share] = self.problem.workload.lengths.expect_beyond(lambda tokens: f(share * tokens))
+            self._beyond[f, share] = self.problem.workload.lengths.expect_beyond(
+                lambda tokens: f(share * tokens)
+            )
         return self._beyond[f, share]
 
     def _parts(self, lengths: FloatArray) -> "tuple[Part, Part]":

@@ -90,7 +90,7 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
     rows: dict[str, list[str | None]] = {
         "throughput (req/s)": [f"{point.lambda_max:.4g}" for point in points],
         "  by the paper's T(E[L])": [
-            f"{plan.lambda_max_at_mean_length:.4g}",
+            None if plan.lambda_max_at_mean_length is None else f"{plan.lambda_max_at_mean_length:.4g}",
             *(
                 f"{plan.homogeneous_at_mean_length:.4g}" if each is plan.homogeneous else None
                 for each in others
