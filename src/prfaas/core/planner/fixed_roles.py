@@ -109,7 +109,13 @@ class PrefillSide:
         if not self.helpers:
             return split
         return _HelpedSplit(
-            split.problem, split.prfaas, split.pd, split.remote, split.local, split.service, self.helpers
+            problem=split.problem,
+            prfaas=split.prfaas,
+            pd=split.pd,
+            remote=split.remote,
+            local=split.local,
+            service=split.service,
+            helpers=self.helpers,
         )
 
 
