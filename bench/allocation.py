@@ -103,7 +103,7 @@ def per_evaluation(example: str, lengths: list[float], repeat: int) -> list[Row]
     assert seen is not None
     base = problem_of(load_planned(EXAMPLES / example))
     problem = replace(base, workload=replace(base.workload, lengths=seen))
-    prefill = {roles.cluster: roles.prefill for roles in best_operation(problem, "mean length").roles}
+    prefill = {roles.cluster: roles.prefill for roles in best_operation(problem).roles}
     current = dict.fromkeys(prefill, 10_000.0)
     optimiser = ThresholdOptimiser()
     propose = fastest_us(

@@ -94,5 +94,5 @@ def best_prefill(deployment: Deployment, problem: PlanProblem) -> dict[str, int]
     scheduler keeps it."""
     return {
         roles.cluster: min(max(roles.prefill, 1), len(deployment.cluster(roles.cluster).instances) - 1)
-        for roles in best_operation(problem, "mean length").roles
+        for roles in best_operation(problem).roles
     }

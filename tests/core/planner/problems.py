@@ -1,5 +1,6 @@
 """Planning problems for tests: the paper's case study in formulas, and random ones."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,7 +9,6 @@ from hypothesis import strategies as st
 
 from prfaas.core.planner import PdCluster, PlanLink, PlanProblem, PrfaasCluster
 from prfaas.core.planner.fixed_roles import PrefillSide
-from prfaas.core.planner.two_clusters import evaluate
 from prfaas.core.workload.empirical import Empirical
 from prfaas.core.workload.lengths import LengthDistribution, TruncatedLogNormal, Uniform, Workload
 
@@ -137,7 +137,9 @@ def requests_of(lengths: LengthDistribution, count: int) -> list[tuple[float, fl
 
 def rate_of(side: PrefillSide, threshold: float) -> float:
     """Requests per second that the prefill side of a PD cluster can carry with a threshold."""
-    return evaluate(side.problem, threshold, side.n_prefill).lambda_max
+    rate = side.best_beside(threshold, math.inf)[2]
+    assert rate is not None
+    return rate
 
 
 def best_of_side(side: PrefillSide) -> float:

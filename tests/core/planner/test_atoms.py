@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,6 +89,43 @@ def test_what_a_window_of_lengths_finds_is_within_a_hundredth_of_the_best(
     best = rate_of(side, best_of_side(side))
     if math.isfinite(threshold):
         assert rate_of(side, threshold) >= 0.99 * best
+
+
+@given(laws, st.tuples(st.integers(1, 7), st.integers(1, 7)), st.sampled_from([2e9, 8e9, 100e9]))
+@settings(deadline=None, max_examples=8)
+def test_so_is_that_of_each_of_several_pd_clusters(
+    lengths: list[int], n_prefill: tuple[int, int], bits_per_s: float
+) -> None:
+    """Two PrfaaS clusters for two PD clusters: each one's threshold against all in the edges of all lengths."""
+    window = LengthWindow(600.0, min_count=1)
+    for tokens in lengths:
+        window.add(tokens, 1.0)
+    known, exact = window.lengths(1.0), Empirical(lengths)
+    assert known is not None
+    roles = dict(zip(("home", "away"), n_prefill, strict=True))
+    spread = {"home": 0.6, "away": 0.4}
+    seen, true = (
+        prefill_sides(of_four(problem_of(each, bits_per_s)), roles, spread) for each in (known, exact)
+    )
+    tried = [0.0, math.inf, *(tokens * (1 + k / 800) for tokens in set(lengths[:6]) for k in range(-20, 21))]
+    for name, side in true.items():
+        best = max(rate_of(side, threshold) for threshold in tried)
+        assert rate_of(side, best_of_side(side)) >= 0.99 * best
+        assert rate_of(side, best_of_side(seen[name])) >= 0.99 * best
+
+
+def of_four(problem: PlanProblem) -> PlanProblem:
+    """The paper's clusters with another PrfaaS cluster of another speed, and another PD cluster of another size."""
+    (east,), (home,), (link,) = problem.prfaas, problem.pd, problem.links
+    west = replace(east, name="west", instances=2, prefill_s=lambda tokens: 0.7 * east.prefill_s(tokens))
+    away = replace(home, name="away", instances=10)
+    links = [replace(link, source=s, target=t) for s in ("east", "west") for t in ("home", "away")]
+    return replace(
+        problem,
+        prfaas=(east, west),
+        pd=(home, away),
+        links=(*links[:3], replace(links[3], bandwidth_bits_per_s=5e9)),
+    )
 
 
 def problem_of(lengths: Empirical, bits_per_s: float) -> PlanProblem:

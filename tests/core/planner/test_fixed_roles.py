@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.workload.laws import mean_above, tail
 
-from prfaas.core.planner import PlanLink, PlanProblem, best_operation, fixed_roles
+from prfaas.core.planner import PlanLink, PlanProblem, best_operation
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides, rate_with_roles
 from prfaas.core.planner.two_clusters import best_point, best_threshold, evaluate
 from prfaas.core.workload.empirical import Empirical, fixed
@@ -47,7 +46,7 @@ def test_two_clusters_get_the_threshold_of_the_exact_search(
     n_prefill: int, lengths: LengthDistribution
 ) -> None:
     problem = paper_problem(lengths=lengths)
-    exact = best_threshold(problem, n_prefill)
+    exact = best_threshold(problem, n_prefill, "by length")
     assert exact.threshold_tokens is not None
     found = best_of_side(home(problem, n_prefill))
     assert tail(lengths, found) == tail(lengths, exact.threshold_tokens)
@@ -75,7 +74,9 @@ def test_never_offloads_what_cannot_go(problem: PlanProblem, is_reached: bool) -
 def test_without_local_prefill_everything_goes(problem: PlanProblem) -> None:
     side = home(problem, 0)
     assert best_of_side(side) == 0.0
-    assert rate_of(side, 0.0) == pytest.approx(evaluate(paper_problem(), 0.0, 0).lambda_max, rel=1e-6)
+    assert rate_of(side, 0.0) == pytest.approx(
+        evaluate(paper_problem(), 0.0, 0, "by length").lambda_max, rel=1e-6
+    )
     assert rate_of(side, 1000.0) == 0
 
 
@@ -106,11 +107,11 @@ def test_no_other_threshold_is_better(case: Case, data: st.DataObject) -> None:
 )
 def test_decode_is_left_out(problem: PlanProblem) -> None:
     """Λ_max is what decode allows here; the prefill side's own limit is higher, and moves with the threshold."""
-    point = best_threshold(paper_problem(output_tokens=3000), 3)
+    point = best_threshold(paper_problem(output_tokens=3000), 3, "by length")
     side = home(problem, 3)
     assert best_of_side(side) == pytest.approx(point.threshold_tokens, rel=1e-5)
     rate = rate_of(side, best_of_side(side))
-    assert rate == pytest.approx(best_threshold(paper_problem(), 3).lambda_max, rel=1e-5)
+    assert rate == pytest.approx(best_threshold(paper_problem(), 3, "by length").lambda_max, rel=1e-5)
     assert rate > point.lambda_max * 1.5
     assert rate_of(side, best_of_side(side) * 1.2) < rate * 0.9
 
@@ -118,11 +119,11 @@ def test_decode_is_left_out(problem: PlanProblem) -> None:
 def test_rates_with_roles() -> None:
     problem = paper_problem()
     found = [rate_with_roles(problem, {"home": n}) for n in range(9)]
-    assert found.index(max(found)) == best_point(problem).n_prefill == 3
+    assert found.index(max(found)) == best_point(problem, "by length").n_prefill == 3
     assert found[8] == 0
     for n, rate in enumerate(found):
         assert rate_with_roles(halves(problem), {"home": n}) == pytest.approx(rate, rel=2e-3)
-    assert best_operation(halves(problem), "mean length").lambda_max == pytest.approx(max(found), rel=1e-3)
+    assert best_operation(halves(problem)).lambda_max == pytest.approx(max(found), rel=1e-3)
 
 
 def two_homes(bits_per_s: float = 100e9) -> PlanProblem:
@@ -221,11 +222,9 @@ def test_sides_never_do_more_than_free_routes_with_all_instances(
         problem,
         pd=tuple(replace(pd, instances=roles[pd.name] + 1, decode_batch=1e9) for pd in problem.pd),
     )
-    # The claim holds for the work of every length.
-    with mock.patch.object(fixed_roles, "_SERVICE", "by length"):
-        sides = prefill_sides(problem, roles, spread).values()
-        least = min(side.best_beside(None, 0.0)[1] / side.part for side in sides)
-        assert least <= rate_with_roles(free, roles) * (1 + 1e-3)
+    sides = prefill_sides(problem, roles, spread).values()
+    least = min(side.best_beside(None, 0.0)[1] / side.part for side in sides)
+    assert least <= rate_with_roles(free, roles) * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("split", [False, True])

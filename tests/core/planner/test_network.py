@@ -1,12 +1,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.planner import PdCluster, PlanLink, PlanProblem, PrfaasCluster, make_plan
+from prfaas.core.planner import OperatingPoint, PdCluster, PlanLink, PlanProblem, PrfaasCluster, make_plan
 from prfaas.core.planner.network import best_network, naive_network
 from prfaas.core.planner.two_clusters import best_point, evaluate
 from prfaas.core.workload.empirical import Empirical
@@ -27,6 +26,11 @@ from .problems import (
     two_clusters,
 )
 
+
+def by_length(problem: PlanProblem) -> OperatingPoint:
+    return best_point(problem, "by length")
+
+
 Case = tuple[PlanProblem, Callable[[list[tuple[float, float]]], TwoClusters]]
 
 
@@ -34,10 +38,10 @@ Case = tuple[PlanProblem, Callable[[list[tuple[float, float]]], TwoClusters]]
 @settings(deadline=None, max_examples=30)
 @given(two_clusters(continuous, linear=True))
 def test_linear_curves_make_both_exact(case: Case) -> None:
-    """T(E[L]) = E[T(L)] then. No other routing beats a threshold unless the far cluster is better at short
+    """No other routing beats a threshold unless the far cluster is better at short
     prompts, which the programme may use and a threshold can't."""
     problem, _ = case
-    exact, network = best_point(problem).lambda_max, best_network(problem).point.lambda_max
+    exact, network = by_length(problem).lambda_max, best_network(problem).point.lambda_max
     assert network >= exact * (1 - 1e-4)
     far, near = problem.prfaas[0].prefill_s, problem.pd[0].prefill_s
     low, high = problem.workload.lengths.low, problem.workload.lengths.high
@@ -47,7 +51,6 @@ def test_linear_curves_make_both_exact(case: Case) -> None:
         assert network == pytest.approx(exact, rel=1e-3)
 
 
-@pytest.mark.parametrize("service", ["mean length", "by length"])
 @pytest.mark.parametrize(
     "problem",
     [
@@ -60,34 +63,14 @@ def test_linear_curves_make_both_exact(case: Case) -> None:
         paper_problem(prfaas=9, pd=5),
     ],
 )
-def test_agrees_with_the_exact_search_on_the_papers_case(problem: PlanProblem, service: str) -> None:
-    exact, network = best_point(problem, service), best_network(problem, service).point  # type: ignore[arg-type]
+def test_agrees_with_the_exact_search_on_the_papers_case(problem: PlanProblem) -> None:
+    exact, network = by_length(problem), best_network(problem).point
     assert network.lambda_max == pytest.approx(exact.lambda_max, rel=1e-4)
     assert network.roles == exact.roles
     fields = "threshold_tokens theta_prfaas theta_pd_p egress_bits_per_s ttft_mean_s ttft_p90_s"
     for field in fields.split():
         ours, expected = getattr(network, field), getattr(exact, field)
         assert ours == (None if expected is None else pytest.approx(expected, rel=1e-3)), field
-
-
-@pytest.mark.slow("a property over many random systems")
-@settings(deadline=None, max_examples=40)
-@given(two_clusters(continuous))
-def test_corrected_work_comes_to_the_papers_mean_lengths(case: Case) -> None:
-    """Curved T: the programme with its corrections against the exact search by T(E[L]).
-
-    Where long prompts are what the far cluster is for, both are the same. Elsewhere the programme, which routes
-    by T(l), usually wins; where T(E[L]) alone rewards an odd cut it may lose a little.
-    """
-    problem, _ = case
-    exact, network = best_point(problem).lambda_max, best_network(problem).point.lambda_max
-    assert network >= exact * (1 - 0.03)
-    lengths = np.geomspace(problem.workload.lengths.low, problem.workload.lengths.high, 50)
-    near = problem.pd[0].prefill_s(lengths)
-    advantages = [near / problem.prfaas[0].prefill_s(lengths), near / problem.kv_bytes(lengths)]
-    if all((np.diff(advantage) >= 0).all() for advantage in advantages):
-        # A threshold has an edge, which the programme does not know.
-        assert network == pytest.approx(exact, rel=5e-3)
 
 
 def test_a_programme_that_presolve_fails_on() -> None:
@@ -109,7 +92,7 @@ def test_no_prefill_at_home_leaves_no_crumbs_there() -> None:
         Workload(lengths, 25),
         Quadratic(0.0, 1000.0),
     )
-    assert best_network(problem).point.lambda_max == pytest.approx(best_point(problem).lambda_max, rel=1e-6)
+    assert best_network(problem).point.lambda_max == pytest.approx(by_length(problem).lambda_max, rel=1e-6)
 
 
 @st.composite
@@ -145,7 +128,7 @@ def test_same_optimum_as_every_split_of_roles_one_by_one(case: tuple[PlanProblem
     best = oracle.best_by_length()
     if best <= 1e-9:
         return
-    found = best_network(problem, "by length")
+    found = best_network(problem)
     assert found.point.lambda_max == pytest.approx(best, rel=5e-4)
     for stage in found.point.stages:
         assert stage.utilisation <= 1 + 1e-9
@@ -165,16 +148,10 @@ def test_what_the_routes_say_fits_the_resources(case: tuple[PlanProblem, ManyClu
     prefill = {cluster.name: cluster.instances for cluster in problem.prfaas}
     prefill |= {roles.cluster: roles.prefill for roles in point.roles}
     for cluster in problem.clusters:
-        # Equal clusters have one representative length.
-        equal = {
-            c.name for c in problem.clusters if type(c) is type(cluster) and c.prefill_s == cluster.prefill_s
-        }
-        parts = [route for route in point.routes if route.prefill in equal]
-        share = sum(part.fraction for part in parts)
-        if share > 1e-6:
-            tokens = sum(part.fraction * part.mean_tokens for part in parts) / share
-            work = point.lambda_max * share * cluster.prefill_s(tokens)
-            assert work <= sum(prefill[name] for name in equal) * (1 + 1e-3)
+        # Curves are convex: prompts of their mean length take the least.
+        for part in (route for route in point.routes if route.prefill == cluster.name):
+            work = point.lambda_max * part.fraction * cluster.prefill_s(part.mean_tokens)
+            assert work <= prefill[cluster.name] * (1 + 1e-3)
     for roles, pd in zip(point.roles, problem.pd, strict=True):
         share = sum(route.fraction for route in point.routes if route.decode == pd.name)
         assert point.lambda_max * share <= roles.decode * pd.decode_rate(1.0) * (1 + 1e-3)
@@ -191,9 +168,9 @@ def halves(problem: PlanProblem) -> PlanProblem:
 @pytest.mark.parametrize("bits_per_s", [100e9, 5e9])
 def test_a_cluster_in_two_halves_does_the_same(bits_per_s: float) -> None:
     whole = paper_problem(bits_per_s=bits_per_s)
-    for service in ("mean length", "by length"):
-        exact = best_point(whole, service).lambda_max  # type: ignore[arg-type]
-        assert best_network(halves(whole), service).point.lambda_max == pytest.approx(exact, rel=2e-3)  # type: ignore[arg-type]
+    assert best_network(halves(whole)).point.lambda_max == pytest.approx(
+        by_length(whole).lambda_max, rel=2e-3
+    )
 
 
 def test_two_copies_do_as_much_as_one_of_twice_the_size() -> None:
@@ -206,9 +183,9 @@ def test_two_copies_do_as_much_as_one_of_twice_the_size() -> None:
         links=(*one.links, PlanLink("east2", "home2", 100e9)),
     )
     found = best_network(two)
-    twice = best_point(paper_problem(prfaas=8, pd=16, bits_per_s=200e9))
+    twice = by_length(paper_problem(prfaas=8, pd=16, bits_per_s=200e9))
     # More than twice as much as one: with 16 instances 7 can prefill, with 8 only 3 or 4.
-    assert twice.lambda_max > 2.05 * best_point(one).lambda_max
+    assert twice.lambda_max > 2.05 * by_length(one).lambda_max
     assert found.point.lambda_max == pytest.approx(twice.lambda_max, rel=2e-3)
     assert found.point.n_prefill == twice.n_prefill == 7
 
@@ -222,9 +199,9 @@ def test_uneven_links_are_used_as_far_as_they_go() -> None:
     assert links["east0->home"].egress_bits_per_s <= 1e9 * (1 + 1e-6)
     assert links["east0->home"].utilisation == pytest.approx(1, abs=1e-3)
     assert (
-        best_point(paper_problem(prfaas=2)).lambda_max
+        by_length(paper_problem(prfaas=2)).lambda_max
         < point.lambda_max
-        < best_point(paper_problem()).lambda_max
+        < by_length(paper_problem()).lambda_max
     )
 
 
@@ -239,13 +216,15 @@ def test_prefill_of_one_pd_cluster_for_another() -> None:
     assert {(route.prefill, route.decode) for route in point.routes} >= {("helper", "home")}
     assert {roles.cluster: roles.prefill for roles in point.roles}["helper"] == 3
     alone = replace(problem, pd=(home,), links=())
-    assert point.lambda_max > 1.5 * best_point(alone).lambda_max
+    assert point.lambda_max > 1.5 * by_length(alone).lambda_max
 
 
 def test_naive_routes_without_regard_to_length() -> None:
     found = naive_network(paper_problem())
     assert found is not None
-    assert found[0].lambda_max == pytest.approx(evaluate(paper_problem(), 0, 0).lambda_max, rel=1e-6)
+    assert found[0].lambda_max == pytest.approx(
+        evaluate(paper_problem(), 0, 0, "by length").lambda_max, rel=1e-6
+    )
     assert naive_network(replace(paper_problem(), links=())) is None
 
 
@@ -257,8 +236,7 @@ def test_more_bandwidth_never_gives_less(index: int, factor: float) -> None:
     links = list(problem.links)
     links[index] = replace(links[index], bandwidth_bits_per_s=links[index].bandwidth_bits_per_s * factor)
     before, after = (
-        best_network(each, "by length").point.lambda_max
-        for each in (problem, replace(problem, links=tuple(links)))
+        best_network(each).point.lambda_max for each in (problem, replace(problem, links=tuple(links)))
     )
     assert after >= before * (1 - 1e-5)
 
@@ -270,7 +248,7 @@ def test_duals_say_what_a_little_more_buys() -> None:
     prices = {price.resource: price for price in plan.shadow_prices}
     link = problem.links[0]
     faster = replace(link, bandwidth_bits_per_s=link.bandwidth_bits_per_s + 1e8)
-    more = best_network(replace(problem, links=(faster, problem.links[1])), "by length").point
+    more = best_network(replace(problem, links=(faster, problem.links[1]))).point
     gain = more.lambda_max - plan.optimum.lambda_max
     assert prices[link.name].unit == "Gbit/s" and prices[link.name].method == "dual"
     assert 0.1 * prices[link.name].gain_req_per_s == pytest.approx(gain, rel=0.05)

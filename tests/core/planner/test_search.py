@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.planner import PdCluster, PlanError, PlanProblem, PrfaasCluster, ServiceModel
+from prfaas.core.planner import PdCluster, PlanError, PlanProblem, PrfaasCluster
 from prfaas.core.planner.two_clusters import (
     best_point,
     best_prefill,
@@ -240,11 +240,10 @@ def test_exact_search_is_for_two_clusters() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(two_clusters(), st.booleans(), st.integers(0, 8))
-def test_single_numbers_are_those_of_whole_points(case: Case, by_length: bool, n: int) -> None:
+@given(two_clusters(), st.integers(0, 8))
+def test_single_numbers_are_those_of_whole_points(case: Case, n: int) -> None:
     problem, _ = case
     n_prefill = min(n, problem.pd[0].instances)
-    service: ServiceModel = "by length" if by_length else "mean length"
-    best = best_threshold(problem, n_prefill, service)
-    assert best_rate(problem, n_prefill, service) == best.lambda_max
-    assert best_prefill(problem, service) == best_point(problem, service).n_prefill
+    best = best_threshold(problem, n_prefill, "by length")
+    assert best_rate(problem, n_prefill) == best.lambda_max
+    assert best_prefill(problem) == best_point(problem, "by length").n_prefill

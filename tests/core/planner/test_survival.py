@@ -20,7 +20,7 @@ def test_without_its_line_the_papers_case_is_its_pd_cluster() -> None:
     alone = paper_problem(prfaas=0)
     for gone in (found["link", "east->home"], found["cluster", "east"]):
         assert gone.rate_after_roles == pytest.approx(best_operation(alone).lambda_max)
-        assert gone.rate_at_once == pytest.approx(rate_with_roles(alone, {"home": 3}, "by length"))
+        assert gone.rate_at_once == pytest.approx(rate_with_roles(alone, {"home": 3}))
         assert gone.rate_at_once < 0.6 * gone.rate_after_roles
     assert found["cluster", "home"].rate_after_roles == 0 == found["cluster", "home"].rate_at_once
 
@@ -30,7 +30,7 @@ def test_an_instance_is_one_less_in_the_role_that_costs_more() -> None:
     fewer = best_operation(paper_problem(prfaas=3)).lambda_max
     assert found["instance", "east"].rate_after_roles == pytest.approx(fewer)
     gone = found["instance", "home"]
-    without = [rate_with_roles(paper_problem(pd=7), {"home": n}, "by length") for n in (2, 3)]
+    without = [rate_with_roles(paper_problem(pd=7), {"home": n}) for n in (2, 3)]
     assert gone.rate_at_once == pytest.approx(min(without))
     assert gone.rate_after_roles == pytest.approx(best_operation(paper_problem(pd=7)).lambda_max)
 

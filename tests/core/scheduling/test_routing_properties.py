@@ -85,7 +85,7 @@ def test_nothing_is_called_busy_where_nothing_is(case: Case) -> None:
     view, request = case
     for cluster in view.clusters.values():
         for each in cluster.instances:
-            each.busy_until_s = view.now_s
+            each.busy_until_s, each.decoding = view.now_s, 0
     for link in view.links.values():
         link.drained_s = link.seen_s = view.now_s
         link.egress_bits_per_s = link.congestion = 0.0

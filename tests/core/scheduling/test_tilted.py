@@ -144,6 +144,19 @@ def test_queues_stay_bounded_over_several_clusters_of_different_speed() -> None:
     assert max(outcome.waits_s[len(MIX) // 2 :]) < 90
 
 
+@pytest.mark.parametrize(("waiting", "route"), [(0, Route.LOCAL), (40, Route.OFFLOAD)])
+def test_where_all_instances_decode_a_prefill_there_takes_the_time_of_answers(
+    waiting: int, route: Route
+) -> None:
+    """A link that is 30 s behind is avoided, unless answers wait longer than that for a slot."""
+    view = paper_board(0.0, n_prefill=0)
+    view.links["far", "pd"].drained_s = NOW_S + 30
+    view.clusters["pd"].slot_s = 25.0
+    for each in view.clusters["pd"].instances:
+        each.decoding = each.decode_slots + waiting if waiting else 0
+    assert TILTED.decide(RoutingRequest(27_000), view).route is route
+
+
 def test_a_beta_out_of_range_is_refused() -> None:
     for beta in (-1, math.nan, math.inf):
         with pytest.raises(ValueError, match="beta"):

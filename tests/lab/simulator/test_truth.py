@@ -8,7 +8,7 @@ import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
 from prfaas.core.latency.service_curve import ServiceCurve
-from prfaas.core.planner import best_operation
+from prfaas.core.planner import best_operation, problem_of
 from prfaas.lab.simulator.scenario import Scenario, scenario_of
 from prfaas.lab.simulator.simulation import simulate
 
@@ -95,6 +95,19 @@ def test_the_largest_stable_rate_is_the_planners(case_study: CaseStudy) -> None:
     for share, stable in ((0.97, True), (1.02, False)):
         found = simulate(scenario, case_study.poisson(share * by_length.lambda_max, seed=5), requests=60_000)
         assert found.summary()["stable"] is stable, share
+
+
+@pytest.mark.parametrize("policy", ["paper", "tilted"])
+def test_a_plan_without_prefill_at_home_is_simulated_as_it_is(case_study: CaseStudy, policy: str) -> None:
+    """With one of home's four instances for prefill, decode would carry three quarters of what is planned."""
+    east, home = case_study.planned.clusters
+    sizes = replace(east, instance_count=12), replace(home, instance_count=4)
+    planned = replace(case_study.planned, clusters=sizes)
+    point = best_operation(problem_of(planned))
+    assert (point.n_prefill, point.n_decode) == (0, 4)
+    scenario = scenario_of(planned, policy=policy)
+    found = simulate(scenario, case_study.poisson(0.9 * point.lambda_max, seed=5), requests=6000)
+    assert found.summary()["stable"]
 
 
 @pytest.mark.parametrize("policy", ["paper", "tilted"])

@@ -4,16 +4,23 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.mutations import no_exception_logged
 
 from prfaas.serving.control.engine_reading import read_exposition
 from prfaas.serving.gateway import http_pool
-from prfaas.serving.gateway.answers.answer_bytes import without_cached_tokens
+from prfaas.serving.gateway.answers import streams
+from prfaas.serving.gateway.answers.answer_bytes import TakenIds, without_cached_tokens
 from prfaas.serving.gateway.answers.streams import EventStream
 from prfaas.serving.gateway.bodies import error_body, without_transfer_params
-from prfaas.serving.gateway.dialects import LAST_EVENT, OPENAI, RESPONSES
+from prfaas.serving.gateway.dialects import END_OF_EVENT, LAST_EVENT, OPENAI, RESPONSES
+from prfaas.serving.gateway.engine_client import EngineCallError
+from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.ways.first_token import SampledTokens, begins_stop
 
 from .stand_in import StandInEngine, answer_text
@@ -121,6 +128,60 @@ def test_an_answer_that_is_too_long_takes_no_engine_out(
         assert await world.metric('prfaas_gateway_refused_total{reason="too-long"}') == 1
 
     in_world(body, spare=True)
+
+
+class Pieces:
+    """What an engine sends, however it is read."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = list(pieces)
+
+    async def readany(self) -> bytes:
+        return self._pieces.pop(0) if self._pieces else b""
+
+    async def pump(self, sink: Callable[[bytes], bool]) -> None:
+        while self._pieces and sink(self._pieces.pop(0)):
+            pass
+
+
+@pytest.mark.parametrize("pumped", [False, True])
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        ([b"data: " + b"x" * 600, *[b"x" * 600] * 3], "too-long"),
+        ([b'data: {"choices":[{"token_ids":[1,x]}]}\n\n'], "garbled"),
+        ([b'data: {"choices":[{"token_ids":[1,', b"99999999999]}]}\n\n"], "garbled"),
+    ],
+)
+def test_a_fault_in_a_stream_is_told_by_the_next_read(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[bytes], reason: str, pumped: bool
+) -> None:
+    monkeypatch.setattr(streams, "_MOST_EVENT_BYTES", 2000)
+    ids = TakenIds(Endpoint.COMPLETIONS, is_asked=False)
+    stream = EventStream(cast(EngineResponse, Pieces(*pieces)), "decode-0", ids=ids)
+
+    async def body() -> None:
+        if pumped:
+            await stream.pump(lambda _: True)
+        with pytest.raises(EngineCallError) as failed:
+            await stream.read()
+        assert failed.value.reason == reason
+
+    asyncio.run(body())
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(1, 7), max_size=60))
+def test_events_pass_whole_however_they_are_cut(text: bytes, cuts: list[int]) -> None:
+    """Pieces may end inside of the mark between events."""
+    text = text.replace(b"\0", END_OF_EVENT) + END_OF_EVENT
+    stream, passed = EventStream(cast(EngineResponse, None), "decode-0"), []
+    at = 0
+    for size in [*cuts, len(text)]:
+        passed.append(stream.take(text[at : at + size]) if text[at : at + size] else b"")
+        at += size
+    assert all(not each or each.endswith(END_OF_EVENT) for each in passed)
+    # All of it, or nothing where it only says what comes before anything is generated.
+    assert b"".join(passed) in (text, b"")
 
 
 def test_the_beginning_of_a_stream_is_held_back_up_to_a_length() -> None:

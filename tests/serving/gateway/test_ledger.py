@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from prfaas.cli.main import app
 from prfaas.cli.running import check_gateway
 from prfaas.core.deployment import ExperimentConfig, LedgerConfig, load_deployment
-from prfaas.core.ledger import COLUMNS
+from prfaas.core.ledger import COLUMNS, VERSION
 from prfaas.core.scheduling.decision import OtherWay
 from prfaas.serving import ledger_file
 from prfaas.serving.control.experiment import Experiment
@@ -155,7 +155,7 @@ def test_what_is_no_ledger_is_refused_in_one_sentence(tmp_path: Path) -> None:
     other = tmp_path / "other.sqlite"
     sqlite3.connect(other).execute("PRAGMA user_version=7").close()
     alike = tmp_path / "alike.sqlite"
-    sqlite3.connect(alike).execute("PRAGMA user_version=1").close()
+    sqlite3.connect(alike).execute(f"PRAGMA user_version={VERSION}").close()
     for path, said in (
         (text, "can't be used as a ledger"),
         (other, "is no ledger of this release"),

@@ -9,11 +9,10 @@ Which function answers which question:
 | The same with its waits at any rate? | `ttft_target.best_within_target` |
 | What is left when something is gone, and what would keep all? | `survival.losses`, `survival.reserve_for` |
 | With these roles, which rate do the best routes carry? | `fixed_roles.rate_with_roles` |
-| With these roles and this threshold? | `two_clusters.evaluate`, its rate alone: `two_clusters.rate_at` |
+| With these roles and this threshold? | `two_clusters.evaluate` |
 | Which thresholds and roles are best for a running deployment? | `fixed_roles.prefill_sides`, `best_roles` |
 
-The first four take a stage's time as E[T(L)], which is what queues feel, unless asked for the paper's T(E[L]). The
-others, which live loops use, take T(E[L]) unless asked.
+A stage's time is E[T(L)], which is what queues feel; plans can be asked for the paper's T(E[L]) as well.
 """
 
 from prfaas.core.planner.comparisons import Baseline, ShadowPrice

@@ -187,7 +187,7 @@ def naive(problem: PlanProblem, rival: Rival, service: ServiceModel = "by length
     if problem.is_two_cluster:
         operation = operation_at(problem, evaluate(problem, 0.0, 0, service))
     else:
-        found = naive_network(problem, service)
+        found = naive_network(problem)
         if found is None:
             return None
         point, work = found

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prfaas.core.arrays import FloatArray, OfLength, np
-from prfaas.core.planner.operating_point import ServiceModel
+from prfaas.core.planner.loads import Part, Split
 from prfaas.core.planner.plan import best_operation
-from prfaas.core.planner.problem import PdCluster, PlanLink, PlanProblem, PrfaasCluster, all_paths
+from prfaas.core.planner.problem import Path, PdCluster, PlanLink, PlanProblem, PrfaasCluster, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing
 from prfaas.core.planner.two_clusters import (
     best_of,
@@ -20,8 +20,6 @@ from prfaas.core.planner.two_clusters import (
 )
 from prfaas.core.units import BITS_PER_BYTE
 
-# What the paper compares stages by.
-_SERVICE: ServiceModel = "mean length"
 # Requests per second that an instance decodes where decode is left out.
 _NO_LIMIT = 1e6
 # A PD cluster without requests would have no threshold: each is given at least this part of them.
@@ -30,21 +28,19 @@ _LEAST_PART = 1e-3
 _NO_TIME = 1e-6
 
 
-def rate_with_roles(
-    problem: PlanProblem, prefill: Mapping[str, int], service: ServiceModel = _SERVICE
-) -> float:
+def rate_with_roles(problem: PlanProblem, prefill: Mapping[str, int]) -> float:
     """Λ_max with the best routes, if `prefill[cluster]` instances of each PD cluster prefill; 0 if nothing flows."""
     if problem.is_two_cluster:
-        return best_rate(problem, prefill[problem.pd[0].name], service)
-    found = best_routing(problem, all_paths(problem), prefill, service)
-    return 0.0 if found is None else found[0].rate(service)
+        return best_rate(problem, prefill[problem.pd[0].name])
+    found = best_routing(problem, all_paths(problem), prefill)
+    return 0.0 if found is None else found.rate()
 
 
 def best_roles(problem: PlanProblem) -> dict[str, int]:
     """Prefill instances by PD cluster at the planner's best operating point."""
     if problem.is_two_cluster:
-        return {problem.pd[0].name: best_prefill(problem, _SERVICE)}
-    return {roles.cluster: roles.prefill for roles in best_operation(problem, _SERVICE).roles}
+        return {problem.pd[0].name: best_prefill(problem)}
+    return {roles.cluster: roles.prefill for roles in best_operation(problem).roles}
 
 
 def even_spread(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, float]:
@@ -73,6 +69,8 @@ class PrefillSide:
     """Instances of the PD cluster that prefill."""
     part: float
     """Of all requests of the deployment, the part that this cluster decodes."""
+    helpers: "tuple[_Helper, ...]" = ()
+    """What the PrfaaS cluster of the problem stands for; none: itself."""
 
     @property
     def is_reached(self) -> bool:
@@ -87,7 +85,7 @@ class PrefillSide:
 
         Where no threshold can carry more by `margin`, which is sooner known than the best one, `now` is given back.
         """
-        split, highest = own_split(self.problem, _SERVICE), self.problem.workload.lengths.highest_threshold
+        split, highest = self._split(), self.problem.workload.lengths.highest_threshold
         candidates, before = candidate_lengths(split), None
         if now is not None:
             # Where nothing can go, all stays whatever the threshold is.
@@ -106,6 +104,20 @@ class PrefillSide:
         length = settled(self.problem, length)
         return math.inf if length >= highest else length * split.own_share, after, before
 
+    def _split(self) -> Split:
+        split = own_split(self.problem, "by length")
+        if not self.helpers:
+            return split
+        return _HelpedSplit(
+            problem=split.problem,
+            prfaas=split.prfaas,
+            pd=split.pd,
+            remote=split.remote,
+            local=split.local,
+            service=split.service,
+            helpers=self.helpers,
+        )
+
 
 def prefill_sides(
     problem: PlanProblem,
@@ -117,8 +129,8 @@ def prefill_sides(
     Two clusters are what they are. Of more, each prefill cluster's instances are divided among the PD clusters that
     it prefills for, as the planner's linear programme for the present roles divides their time; every PD cluster then
     decodes its part (`spread`) of the requests of every length. Where one is the limit and can't use all it is granted,
-    that is not given to others. Several clusters that prefill for one PD cluster become one, whose rate at a length is
-    Σ min(N / T_prefill, B / S_kv): Eq. 3, summed.
+    that is not given to others. Several clusters that prefill for one PD cluster become one, whose rate is
+    Σ min(N / E[T_prefill], B / E[S_kv]): Eq. 3, summed, since policies give each of them prompts of every length.
     """
     without = _without_decode(problem, prefill)
     if problem.is_two_cluster:
@@ -146,7 +158,7 @@ def _granted(
 ) -> dict[tuple[str, str], float]:
     """Instances (not whole ones) of each prefill cluster that work for each PD cluster."""
     instances = {cluster.name: prefill.get(cluster.name, cluster.instances) for cluster in problem.clusters}
-    found = best_routing(problem, all_paths(problem), prefill, _SERVICE, parts)
+    found = best_routing(problem, all_paths(problem), prefill, parts)
     granted: dict[tuple[str, str], float] = {}
     for cluster in problem.clusters:
         reached = [
@@ -157,7 +169,7 @@ def _granted(
         # Without a solution (some cluster has nothing that could prefill for it) by requests.
         time_s = {name: parts[name] for name in reached}
         if found is not None:
-            used = {name: _time_s(found[0], cluster, name) for name in reached}
+            used = {name: _time_s(found, cluster, name) for name in reached}
             total = sum(used.values(), 0.0)
             if total > 0:
                 time_s = {name: used[name] if used[name] > _NO_TIME * total else 0.0 for name in reached}
@@ -191,8 +203,8 @@ def _side(
         if own > 0
         else replace(pd, instances=1)
     )
-    remote = [
-        _Remote(
+    helpers = tuple(
+        _Helper(
             cluster.prefill_s,
             granted[cluster.name, pd.name],
             link.bandwidth_bits_per_s,
@@ -202,17 +214,17 @@ def _side(
         if cluster.name != pd.name
         and (link := problem.link(cluster.name, pd.name)) is not None
         and granted[cluster.name, pd.name] > 0
-    ]
+    )
     # Its links are in the curve.
     name = f"others for {pd.name}"
-    away = PrfaasCluster(name, name, 1, 1, _Together(tuple(remote)), prefix_hit_ratio=pd.prefix_hit_ratio)
+    away = PrfaasCluster(name, name, 1, 1, _Together(helpers), prefix_hit_ratio=pd.prefix_hit_ratio)
     alone = replace(
         problem,
-        prfaas=(away,) if remote else (),
+        prfaas=(away,) if helpers else (),
         pd=(home,),
-        links=(PlanLink(name, pd.name, math.inf),) if remote else (),
+        links=(PlanLink(name, pd.name, math.inf),) if helpers else (),
     )
-    return PrefillSide(alone, home.instances - 1, part)
+    return PrefillSide(alone, home.instances - 1, part, helpers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +239,9 @@ class _Divided:
 
 
 @dataclass(frozen=True, slots=True)
-class _Remote:
+class _Helper:
+    """What another cluster prefills for a PD cluster, over its link."""
+
     prefill_s: OfLength
     instances: float
     bandwidth_bits_per_s: float
@@ -240,14 +254,30 @@ class _Remote:
 
 @dataclass(frozen=True, slots=True)
 class _Together:
-    """Seconds per request of prefill clusters and their links together."""
+    """Seconds per request of one length of prefill clusters and their links together."""
 
-    remote: Sequence[_Remote]
+    helpers: Sequence[_Helper]
 
     def __call__(self, tokens: FloatArray) -> FloatArray:
         rates = [
             1 / np.maximum(each.prefill_s(tokens) / each.instances, each.link_s(tokens))
-            for each in self.remote
+            for each in self.helpers
         ]
         total: FloatArray = 1 / np.sum(rates, axis=0)
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class _HelpedSplit(Split):
+    """The routes of a PD cluster that several others prefill for."""
+
+    helpers: tuple[_Helper, ...]
+
+    def away_s(self, above: Part, _prfaas: PrfaasCluster, remote: Path) -> FloatArray:
+        """Seconds per request of all of them together, each with prompts of the same lengths."""
+        rate = np.zeros(len(above.mass))
+        with np.errstate(divide="ignore"):
+            for each in self.helpers:
+                prefill_s = above.total(each.prefill_s, remote.share) / each.instances
+                rate += 1 / np.maximum(prefill_s, above.total(each.link_s, remote.share))
+            return 1 / rate

@@ -90,21 +90,14 @@ class Programme:
         problem: What is planned.
         paths: Those that may be used.
         lengths: The bins.
-        scales: Factors on what is taken of a resource: planning by "mean length" turns E[T(L)] into T(E[L]) with them.
     """
 
-    def __init__(
-        self,
-        problem: PlanProblem,
-        paths: tuple[Path, ...],
-        lengths: BinnedLengths,
-        scales: Mapping[Resource, float],
-    ) -> None:
+    def __init__(self, problem: PlanProblem, paths: tuple[Path, ...], lengths: BinnedLengths) -> None:
         self._problem, self._paths, self._lengths = problem, paths, lengths
         self._bins = len(lengths.bins.weights)
         self._flows = self._bins * len(paths)
         self._rates = {pd.name: pd.decode_rate(problem.workload.output_tokens) for pd in problem.pd}
-        self._uses = [*self._prefill_uses(scales), *self._link_uses(scales), *self._decode_uses()]
+        self._uses = [*self._prefill_uses(), *self._link_uses(), *self._decode_uses()]
 
     def best_roles(self) -> tuple[dict[str, int], float]:
         """Prefill instances by PD cluster for the highest Λ, and a Λ that no choice of roles exceeds.
@@ -320,28 +313,26 @@ class Programme:
                 np.add.at(work, use.columns, use.amounts / (use.capacity or instances[use.resource[1]]))
         return work
 
-    def _prefill_uses(self, scales: Mapping[Resource, float]) -> list[ResourceUse]:
+    def _prefill_uses(self) -> list[ResourceUse]:
         names = {pd.name for pd in self._problem.pd}
         found = []
         for cluster in self._problem.clusters:
             used = [k for k, path in enumerate(self._paths) if path.prefill == cluster.name]
             if used:
-                resource = ("prefill", cluster.name)
                 work = [self._lengths.means(cluster.prefill_s, self._paths[k].share) for k in used]
                 found.append(
                     ResourceUse(
-                        resource,
+                        ("prefill", cluster.name),
                         np.concatenate([self._columns_of(k) for k in used]),
-                        np.concatenate(work) * scales.get(resource, 1.0),
+                        np.concatenate(work),
                         None if cluster.name in names else float(cluster.instances),
                     )
                 )
         return found
 
-    def _link_uses(self, scales: Mapping[Resource, float]) -> list[ResourceUse]:
+    def _link_uses(self) -> list[ResourceUse]:
         found = []
         for link in self._problem.links:
-            resource = ("link", link.name)
             used = [
                 (k, transfer.share)
                 for k, path in enumerate(self._paths)
@@ -351,9 +342,9 @@ class Programme:
             if used and np.isfinite(link.bandwidth_bits_per_s):
                 kv_bytes = self._problem.kv_bytes_over(link.name)
                 sizes = [self._lengths.means(kv_bytes, share) for _, share in used]
-                bits = np.concatenate(sizes) * BITS_PER_BYTE * scales.get(resource, 1.0)
+                bits = np.concatenate(sizes) * BITS_PER_BYTE
                 columns = np.concatenate([self._columns_of(k) for k, _ in used])
-                found.append(ResourceUse(resource, columns, bits, link.bandwidth_bits_per_s))
+                found.append(ResourceUse(("link", link.name), columns, bits, link.bandwidth_bits_per_s))
         return found
 
     def _decode_uses(self) -> list[ResourceUse]:

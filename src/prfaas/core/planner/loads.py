@@ -1,13 +1,13 @@
 """The work of each resource of a two-cluster deployment per request, as a function of the threshold."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prfaas.core.arrays import FloatArray, NDArray, OfLength, np
 from prfaas.core.planner.operating_point import ServiceModel
 from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
 from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, link_time
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.core.workload.lengths import EDGE, Bins, LengthDistribution
+from prfaas.core.workload.lengths import EDGE, Bins
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +36,9 @@ class Split:
     local: Path
     """Of the other requests."""
     service: ServiceModel
+    _beyond: dict[tuple[OfLength, float], OfLength] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def own_share(self) -> float:
@@ -52,7 +55,7 @@ class Split:
         links = {link.name: zero for link in self.problem.links}
         prfaas_s = zero
         if self.remote is not None and self.prfaas is not None:
-            prfaas_s = above.total(self.prfaas.prefill_s, self.remote.share)
+            prfaas_s = self.away_s(above, self.prfaas, self.remote)
             for transfer in self.remote.transfers:
                 bits = above.total(self.problem.kv_bytes_over(transfer.link), transfer.share) * BITS_PER_BYTE
                 links[transfer.link] = links[transfer.link] + bits
@@ -61,13 +64,25 @@ class Split:
             links[transfer.link] = links[transfer.link] + bits
         return Loads(above.mass, prfaas_s, below.total(self.pd.prefill_s, self.local.share), links)
 
-    def _parts(self, lengths: FloatArray) -> "tuple[_MeanLength, _MeanLength] | tuple[_ByLength, _ByLength]":
+    def away_s(self, above: "Part", prfaas: PrfaasCluster, remote: Path) -> FloatArray:
+        """Seconds of prefill in the PrfaaS cluster per request of the whole system."""
+        return above.total(prfaas.prefill_s, remote.share)
+
+    def beyond(self, f: OfLength, share: float) -> OfLength:
+        """E[f(share × L); beyond t] for any thresholds t; `f` is asked once."""
+        if (f, share) not in self._beyond:
+            self._beyond[f, share] = self.problem.workload.lengths.expect_beyond(
+                lambda tokens: f(share * tokens)
+            )
+        return self._beyond[f, share]
+
+    def _parts(self, lengths: FloatArray) -> "tuple[Part, Part]":
         """The prompts above each length, and the others."""
         law = self.problem.workload.lengths
         mass, tokens = law.beyond(lengths)
         others = 1.0 - mass
         if self.service == "by length":
-            return _ByLength(mass, law, lengths, above=True), _ByLength(others, law, lengths, above=False)
+            return _ByLength(mass, self, lengths, above=True), _ByLength(others, self, lengths, above=False)
         # Rounding must not put the mean of a tiny part outside of it: curves end where lengths do.
         low, high = law.low, law.high
         least, most = (np.clip(lengths * (1 + side * EDGE / 2), low, high) for side in (-1, 1))
@@ -101,15 +116,19 @@ def _mean_length(
 @dataclass(frozen=True, slots=True, eq=False)
 class _ByLength:
     mass: FloatArray
-    law: LengthDistribution
+    split: Split
     thresholds: FloatArray
     above: bool
 
     def total(self, f: OfLength, share: float) -> FloatArray:
         """E[f(share × L); part], 0 for parts of (almost) no request."""
-        beyond = self.law.expect_beyond(lambda tokens: f(share * tokens), np.append(self.thresholds, 0.0))
+        beyond = self.split.beyond(f, share)(np.append(self.thresholds, 0.0))
         part = beyond[:-1] if self.above else beyond[-1] - beyond[:-1]
         return np.where(self.mass > 1e-12, part, 0.0)
+
+
+Part = _MeanLength | _ByLength
+"""The requests that a threshold sends one way."""
 
 
 def work_of(split: Split, length: float, n_prefill: int) -> StageWork:

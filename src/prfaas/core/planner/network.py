@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from prfaas.core.arrays import NDArray, np
-from prfaas.core.planner.linear_programs import BinnedLengths, Programme, Resource
-from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
+from prfaas.core.planner.linear_programs import BinnedLengths, Programme
+from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, Stage
 from prfaas.core.planner.problem import Path, PlanError, PlanProblem, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing, cleaned
 from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, joined, link_time, service_ttft
@@ -32,43 +32,27 @@ class NetworkPlan:
     """How far the true optimum may be above, in proportion."""
 
 
-def best_network(
-    problem: PlanProblem,
-    service: ServiceModel = "mean length",
-    roles: Mapping[str, int] | None = None,
-) -> NetworkPlan:
+def best_network(problem: PlanProblem, roles: Mapping[str, int] | None = None) -> NetworkPlan:
     """The highest Λ_max over whole-number roles, or with those given, and any routing of lengths over the links.
 
-    Lengths are cut into bins, and again where the solution divides a bin. Requests are routed by T(l). With
-    "mean length" every resource's work is then scaled to the paper's T(E[L]) (or S(E[L])) of what it got, and the
-    programme solved again until nothing changes: for two clusters that is the balance of Eq. 7.
+    Lengths are cut into bins, and again where the solution divides a bin. Requests are routed by T(l).
     """
     paths = all_paths(problem)
     if roles is not None:
-        routing, scales = _routes_for(problem, paths, roles, service)
-        prices = Programme(problem, paths, routing.lengths, scales).prices(roles)
-        return NetworkPlan(_point(routing, service), _work(routing), prices, 0.0)
+        routing = _routes_for(problem, paths, roles)
+        prices = Programme(problem, paths, routing.lengths).prices(roles)
+        return NetworkPlan(_point(routing), _work(routing), prices, 0.0)
     distribution = problem.workload.lengths
     coarse = BinnedLengths.of(distribution, distribution.bins(_ROLE_BINS))
-    prefill, bound = Programme(problem, paths, coarse, {}).best_roles()
-    routing, scales = _routes_for(problem, paths, prefill, service)
-    if service == "mean length":
-        # The corrected work may call for other roles.
-        again, corrected_bound = Programme(problem, paths, coarse, scales).best_roles()
-        if again != prefill:
-            other, other_scales = _routes_for(problem, paths, again, service)
-            if other.rate(service) > routing.rate(service):
-                routing, scales = other, other_scales
-        bound = corrected_bound
-    prices = Programme(problem, paths, routing.lengths, scales).prices(routing.prefill)
-    best = _point(routing, service)
+    prefill, bound = Programme(problem, paths, coarse).best_roles()
+    routing = _routes_for(problem, paths, prefill)
+    prices = Programme(problem, paths, routing.lengths).prices(routing.prefill)
+    best = _point(routing)
     gap = max(bound / best.lambda_max - 1, 0.0) if best.lambda_max > 0 else 0.0
     return NetworkPlan(best, _work(routing), prices, gap)
 
 
-def naive_network(
-    problem: PlanProblem, service: ServiceModel = "mean length"
-) -> tuple[OperatingPoint, StageWork] | None:
+def naive_network(problem: PlanProblem) -> tuple[OperatingPoint, StageWork] | None:
     """All prefill on PrfaaS clusters, all PD instances decode, and no regard to length; None without a way."""
     paths = tuple(path for path in all_paths(problem) if path.prefill in {c.name for c in problem.prfaas})
     if {path.decode for path in paths} != {pd.name for pd in problem.pd}:
@@ -76,20 +60,15 @@ def naive_network(
     distribution = problem.workload.lengths
     lengths = BinnedLengths.of(distribution, distribution.bins_between(np.array([0.0, distribution.high])))
     prefill = {pd.name: 0 for pd in problem.pd}
-    scales: dict[Resource, float] = {}
-    for _ in range(2 if service == "mean length" else 1):
-        shares = Programme(problem, paths, lengths, scales).shares(prefill)
-        if shares is None:
-            return None
-        routing = RoutingPlan(problem, paths, lengths, cleaned(lengths, shares), prefill)
-        scales = routing.scales()
-    return _point(routing, service), _work(routing)
+    shares = Programme(problem, paths, lengths).shares(prefill)
+    if shares is None:
+        return None
+    routing = RoutingPlan(problem, paths, lengths, cleaned(lengths, shares), prefill)
+    return _point(routing), _work(routing)
 
 
-def _routes_for(
-    problem: PlanProblem, paths: tuple[Path, ...], prefill: Mapping[str, int], service: ServiceModel
-) -> tuple[RoutingPlan, dict[Resource, float]]:
-    found = best_routing(problem, paths, prefill, service)
+def _routes_for(problem: PlanProblem, paths: tuple[Path, ...], prefill: Mapping[str, int]) -> RoutingPlan:
+    found = best_routing(problem, paths, prefill)
     if found is None:
         raise PlanError("no request gets through; there must be an instance for prefill and one for decode")
     return found
@@ -97,7 +76,7 @@ def _routes_for(
 
 def _work(routing: RoutingPlan) -> StageWork:
     problem = routing.problem
-    bits = {link.name: routing.link_bits(link.name, "by length") for link in problem.links}
+    bits = {link.name: routing.link_bits(link.name) for link in problem.links}
     return StageWork(
         _pools(routing),
         {
@@ -139,9 +118,9 @@ def _pools(routing: RoutingPlan) -> tuple[PrefillPoolLoad, ...]:
     return tuple(pools)
 
 
-def _point(routing: RoutingPlan, service: ServiceModel) -> OperatingPoint:
+def _point(routing: RoutingPlan) -> OperatingPoint:
     problem, prefill = routing.problem, routing.prefill
-    capacities = routing.stages(service)
+    capacities = routing.stages()
     rate = min(stage.capacity for stage in capacities if stage.capacity is not None)
     stages = tuple(
         replace(
@@ -154,7 +133,7 @@ def _point(routing: RoutingPlan, service: ServiceModel) -> OperatingPoint:
     p = float(routing.mass[~local].sum())
     links = []
     for link in problem.links:
-        egress = routing.link_bits(link.name, service) * rate
+        egress = routing.link_bits(link.name) * rate
         links.append(
             LinkUse(link.name, link.bandwidth_bits_per_s, egress, egress / link.bandwidth_bits_per_s)
         )

@@ -67,9 +67,10 @@ class Plan:
     egress_break_even_per_gb: float | None
     """The price of egress, the same on all links, at which `equal_cost_ratio` would be 1; 0 where it is below 1 even
     if egress is free; None without prices or egress."""
-    lambda_max_at_mean_length: float
-    """The best throughput if a stage's time were T(E[L]), as in the paper: more than queues can carry."""
-    homogeneous_at_mean_length: float
+    lambda_max_at_mean_length: float | None
+    """The best throughput if a stage's time were T(E[L]), as in the paper: more than queues can carry. None for more
+    clusters than the paper's two."""
+    homogeneous_at_mean_length: float | None
     """The same of `homogeneous`."""
     lambda_max_unlimited_links: float
     bound_gap: float
@@ -245,8 +246,10 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "by length") -> Plan
         egress_break_even_per_gb=None
         if at_equal_cost is None
         else _break_even(problem, optimum, comparable, same_gpus, service),
-        lambda_max_at_mean_length=best_operation(problem, "mean length").lambda_max,
-        homogeneous_at_mean_length=homogeneous(problem, service="mean length").point.lambda_max,
+        lambda_max_at_mean_length=None if network else best_operation(problem, "mean length").lambda_max,
+        homogeneous_at_mean_length=None
+        if network
+        else homogeneous(problem, service="mean length").point.lambda_max,
         lambda_max_unlimited_links=max(unlimited.lambda_max, rate),
         bound_gap=network.bound_gap if network else 0.0,
         shadow_prices=by_duals(problem, network) if network else by_difference(problem, rate, service),

@@ -1,11 +1,11 @@
 """Routes at given roles: the requests of each path, and the use of every resource."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prfaas.core.arrays import FloatArray, np
-from prfaas.core.planner.linear_programs import BinnedLengths, Programme, Resource
-from prfaas.core.planner.operating_point import ServiceModel, Stage, StageKind
+from prfaas.core.planner.linear_programs import BinnedLengths, Programme
+from prfaas.core.planner.operating_point import Stage, StageKind
 from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -42,33 +42,25 @@ class RoutingPlan:
         flows = self.shares[:, path]
         return float((flows * self.lengths.bins.lengths).sum() / flows.sum())
 
-    def prefill_work_s(self, cluster: PrfaasCluster | PdCluster, service: ServiceModel) -> float:
-        """Seconds of prefill in a cluster per request of the whole system.
+    def prefill_work_s(self, cluster: PrfaasCluster | PdCluster) -> float:
+        """Seconds of prefill in a cluster per request of the whole system."""
+        return sum(
+            float((self.shares[:, k] * self.lengths.means(cluster.prefill_s, path.share)).sum())
+            for k, path in enumerate(self.paths)
+            if path.prefill == cluster.name and self.mass[k] > 0
+        )
 
-        With "mean length" the representative request is that of all clusters with the same curve: how equal
-        clusters share their requests must make no difference.
-        """
-        work = self._work_by_length([cluster])
-        if service == "by length" or work <= 0:
-            return work
-        equal = [
-            other
-            for other in self.problem.clusters
-            if type(other) is type(cluster) and other.prefill_s == cluster.prefill_s
-        ]
-        return work * self._work_at_mean(equal) / self._work_by_length(equal)
-
-    def stages(self, service: ServiceModel) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[Stage, ...]:
         """All stages with the request rates at which they are full; utilisations are 0 here."""
         problem, prefill = self.problem, self.prefill
         stages = []
         for cluster in problem.clusters:
-            work = self.prefill_work_s(cluster, service)
+            work = self.prefill_work_s(cluster)
             kind: StageKind = "pd prefill" if cluster.name in prefill else "prfaas prefill"
             capacity = prefill.get(cluster.name, cluster.instances) / work if work > 0 else None
             stages.append(Stage(f"{cluster.name} prefill", kind, capacity, 0.0))
         for link in problem.links:
-            bits = self.link_bits(link.name, service)
+            bits = self.link_bits(link.name)
             capacity = link.bandwidth_bits_per_s / bits if bits > 0 else None
             stages.append(Stage(f"{link.name} link", "link", capacity, 0.0))
         for pd in problem.pd:
@@ -81,51 +73,16 @@ class RoutingPlan:
         """The part of all requests that a cluster decodes."""
         return sum(float(self.mass[k]) for k, path in enumerate(self.paths) if path.decode == pd.name)
 
-    def rate(self, service: ServiceModel) -> float:
+    def rate(self) -> float:
         """Λ_max: the rate at which the first stage is full."""
-        return min(stage.capacity for stage in self.stages(service) if stage.capacity is not None)
+        return min(stage.capacity for stage in self.stages() if stage.capacity is not None)
 
-    def scales(self) -> dict[Resource, float]:
-        """The paper's work of each resource, at the mean length, over the work by length; where it has any."""
-        scales: dict[Resource, float] = {}
-        for cluster in self.problem.clusters:
-            work = self.prefill_work_s(cluster, "by length")
-            if work > 0:
-                scales["prefill", cluster.name] = self.prefill_work_s(cluster, "mean length") / work
-        for link in self.problem.links:
-            bits = self.link_bits(link.name, "by length")
-            if bits > 0:
-                scales["link", link.name] = self.link_bits(link.name, "mean length") / bits
-        return scales
-
-    def _paths_from(self, clusters: Sequence[PrfaasCluster | PdCluster]) -> list[int]:
-        names = {cluster.name for cluster in clusters}
-        return [k for k, path in enumerate(self.paths) if path.prefill in names and self.mass[k] > 0]
-
-    def _work_by_length(self, clusters: Sequence[PrfaasCluster | PdCluster]) -> float:
-        curve = clusters[0].prefill_s
-        used = self._paths_from(clusters)
-        works = [self.shares[:, k] * self.lengths.means(curve, self.paths[k].share) for k in used]
-        return sum(float(work.sum()) for work in works)
-
-    def _work_at_mean(self, clusters: Sequence[PrfaasCluster | PdCluster]) -> float:
-        used = self._paths_from(clusters)
-        requests = float(self.mass[used].sum())
-        computed = sum(float(self.mass[k]) * self.mean_length(k) * self.paths[k].share for k in used)
-        return requests * float(clusters[0].prefill_s(np.array([computed / requests]))[0])
-
-    def link_bits(self, link: str, service: ServiceModel) -> float:
+    def link_bits(self, link: str) -> float:
         """Bits that cross a link per request of the whole system."""
         total, kv_bytes = 0.0, self.problem.kv_bytes_over(link)
         for k, path in enumerate(self.paths):
-            mass = float(self.mass[k])
             for transfer in path.transfers:
-                if transfer.link != link or mass <= 0:
-                    continue
-                if service == "mean length":
-                    mean = np.array([transfer.share * self.mean_length(k)])
-                    total += mass * float(kv_bytes(mean)[0])
-                else:
+                if transfer.link == link and self.mass[k] > 0:
                     sizes = self.lengths.means(kv_bytes, transfer.share)
                     total += float((self.shares[:, k] * sizes).sum())
         return total * BITS_PER_BYTE
@@ -135,49 +92,41 @@ def best_routing(
     problem: PlanProblem,
     paths: tuple[Path, ...],
     prefill: Mapping[str, int],
-    service: ServiceModel,
     spread: Mapping[str, float] | None = None,
-) -> tuple[RoutingPlan, dict[Resource, float]] | None:
-    """The best routes for given roles.
+) -> RoutingPlan | None:
+    """The best routes for given roles; None if nothing can flow.
 
     Args:
         problem: What is planned.
         paths: Those that may be used.
         prefill: Prefill instances by PD cluster.
-        service: How long a stage works on what it gets.
         spread: The part of the requests of every length that decodes in each PD cluster, as a gateway spreads them
             (sums to 1). Routes are fair then: where one cluster is the limit, the others are balanced among
             themselves. None: any request may decode anywhere.
-
-    Returns:
-        The routes and the scales that they were found with; None if nothing can flow.
     """
     distribution = problem.workload.lengths
     lengths = BinnedLengths.of(distribution, distribution.bins(_BINS))
-    scales: dict[Resource, float] = {}
-    best: tuple[float, RoutingPlan, dict[Resource, float]] | None = None
+    best: tuple[float, RoutingPlan] | None = None
     before = 0.0
     for _ in range(_ROUNDS):
-        programme = Programme(problem, paths, lengths, scales)
+        programme = Programme(problem, paths, lengths)
         shares = programme.shares(prefill) if spread is None else programme.fair_shares(prefill, spread)
         if shares is None:
             return None
         routing = RoutingPlan(problem, paths, lengths, cleaned(lengths, shares), prefill)
-        rate = routing.rate(service)
+        rate = routing.rate()
         # Later rounds are more exact, so a tie goes to them.
         if best is None or rate >= best[0] * (1 - _SETTLED):
-            best = (rate, routing, scales)
+            best = (rate, routing)
         if abs(rate - before) <= _SETTLED * rate:
             break
         before = rate
-        if service == "mean length":
-            scales = routing.scales()
         divided = np.flatnonzero((routing.shares > 0).sum(axis=1) > 1)
         # Equal clusters may share every bin; dividing them all would only cost time.
         if len(divided) <= _MOST_DIVIDED_BINS and len(lengths.bins.weights) <= _MOST_BINS:
             lengths = lengths.divided(divided, _PARTS)
     assert best is not None
-    return best[1], best[2]
+    return best[1]
 
 
 def cleaned(lengths: BinnedLengths, shares: FloatArray) -> FloatArray:

@@ -77,11 +77,11 @@ def losses(problem: PlanProblem, point: OperatingPoint) -> tuple[Loss, ...]:
         after, at_once = _best_rate(left), 0.0
         if left is not None:
             stay = {pd.name: min(roles[pd.name], pd.instances) for pd in left.pd}
-            at_once = rate_with_roles(left, stay, "by length")
+            at_once = rate_with_roles(left, stay)
             lost = next((pd.group_ranks for pd in left.pd if (kind, pd.name) == ("instance", name)), 0)
             if 0 < lost <= roles.get(name, 0):
                 fewer = stay | {name: roles[name] - lost}
-                at_once = min(at_once, rate_with_roles(left, fewer, "by length"))
+                at_once = min(at_once, rate_with_roles(left, fewer))
         found.append(Loss(kind, name, min(at_once, after), after))
     return tuple(found)
 

@@ -113,10 +113,12 @@ def best_within_target(problem: PlanProblem, service: ServiceModel = "by length"
     with its best routes. Where nothing keeps the target it is the operation of the highest Λ_max.
 
     Raises:
-        PlanError: the solver gave up.
+        PlanError: the solver gave up, or several clusters are to be planned for by the mean length.
     """
     if not problem.is_two_cluster:
-        return _network_within_target(problem, service)
+        if service == "mean length":
+            raise PlanError("the paper's T(E[L]) is defined for one PrfaaS cluster and one PD cluster")
+        return _network_within_target(problem)
     best = operation_at(problem, best_point(problem, service))
     target = problem.ttft_target
     if target is None or best.point.lambda_max <= 0 or best.keeps_target:
@@ -131,8 +133,8 @@ def best_within_target(problem: PlanProblem, service: ServiceModel = "by length"
     return found or best
 
 
-def _network_within_target(problem: PlanProblem, service: ServiceModel) -> Operation:
-    best = around = _of_network(problem, best_network(problem, service))
+def _network_within_target(problem: PlanProblem) -> Operation:
+    best = around = _of_network(problem, best_network(problem))
     if best.keeps_target:
         return best
     seen = {around.point.roles}
@@ -141,7 +143,7 @@ def _network_within_target(problem: PlanProblem, service: ServiceModel) -> Opera
         near = []
         for roles in _neighbours(problem, around.point):
             try:
-                network = best_network(problem, service, roles)
+                network = best_network(problem, roles)
             except PlanError:
                 continue
             if network.point.roles not in seen:

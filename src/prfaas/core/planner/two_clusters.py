@@ -64,15 +64,15 @@ def best_threshold(
     return point_of(split, length, n_prefill)
 
 
-def best_rate(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float:
-    """Λ_max of `best_threshold` alone."""
-    split, length = _balance(problem, n_prefill, service)
+def best_rate(problem: PlanProblem, n_prefill: int) -> float:
+    """Λ_max of `best_threshold` alone, by length."""
+    split, length = _balance(problem, n_prefill, "by length")
     return _rate_of(split, length, n_prefill)
 
 
-def best_prefill(problem: PlanProblem, service: ServiceModel) -> int:
-    """Prefill instances of the PD cluster at `best_point`."""
-    return _best(problem, service)[2]
+def best_prefill(problem: PlanProblem) -> int:
+    """Prefill instances of the PD cluster at `best_point`, by length."""
+    return _best(problem, "by length")[2]
 
 
 def evaluate(

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 from prfaas.core.scheduling.cache_transfers import own_uncached_tokens, uncached_tokens, with_cache
 from prfaas.core.scheduling.candidates import PrefillCandidate, gives_first
 from prfaas.core.scheduling.decision import RoutingRequest
+from prfaas.core.scheduling.decoders import slot_free_s
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
 from prfaas.core.scheduling.parameters import Bounds
 from prfaas.core.scheduling.pd_candidate import PdCandidate
@@ -30,10 +31,10 @@ class Tilted(ChoosingPolicy):
         T_pd(t) · (u − t) / max(u, t) + β · Δ > 0   with   Δ = w_pd − (w_far · T_far + q · X) / T_pd
 
     t: the threshold; u: the uncached length, both as in `paper`; T_pd(t): a prefill of t tokens in the PD cluster.
-    T_pd, T_far: what this prefill would take on either side, each with its own cache. w: until it could start, w_far
-    with the transfer that it does not hide, half of it where the first token does not wait for it. q: the link's queue
-    in seconds, which is the price of its bandwidth; X: seconds of the link that this KV takes. Solved for u it is a
-    threshold:
+    T_pd, T_far: what this prefill would take on either side, each with its own cache. w: until it could start,
+    w_far with the transfer that it does not hide, half of it where the first token does not wait for it; w_pd,
+    where all instances of the PD cluster decode, until one has a slot. q: the link's queue in seconds, which is the
+    price of its bandwidth; X: seconds of the link that this KV takes. Solved for u it is a threshold:
 
         t' = t · max(0, 1 − β · Δ / T_pd(t))   where Δ > 0
         t' = t / (1 + β · Δ / T_pd(t))         where Δ < 0; infinite where the divisor is not above 0
@@ -79,7 +80,7 @@ class Tilted(ChoosingPolicy):
             far, far_stays = with_cache(request, view, pd, far, self.abundance)
             early = gives_first(request, view, far, far.link, far.kv_bytes)
             done_s = far.delay_s if early else far.ttft_s
-            tilt_s = self.beta * self._ahead_s(local, far, done_s, view)
+            tilt_s = self.beta * self._ahead_s(local, far, done_s, pd, view)
             if tilt_s > 0.0 or threshold < math.inf:
                 at = threshold if threshold < math.inf else _NEVER
                 adjusted = _tilted(at, tilt_s / max(pd.cluster.prefill_s(at), _LEAST_S))
@@ -113,9 +114,15 @@ class Tilted(ChoosingPolicy):
         tilt_s = -self.beta * unhidden_s * far.prefill_s / (local.prefill_s or _LEAST_S)
         return _tilted(pd.threshold_tokens, tilt_s / max(pd.cluster.prefill_s(pd.threshold_tokens), _LEAST_S))
 
-    def _ahead_s(self, local: PrefillCandidate, far: PrefillCandidate, done_s: float, view: View) -> float:
+    def _ahead_s(
+        self, local: PrefillCandidate, far: PrefillCandidate, done_s: float, pd: PdCandidate, view: View
+    ) -> float:
+        near_s = local.start_s
+        if pd.local_reason == "no-prefill-instance":
+            # It would take the time that answers wait for.
+            near_s = max(near_s, slot_free_s(pd.decode, pd.cluster.slot_s))
         work = (done_s - far.prefill_s) * far.prefill_s + far.link_wait_s * far.link_s
-        ahead_s = local.start_s - work / (local.prefill_s or _LEAST_S)
+        ahead_s = near_s - work / (local.prefill_s or _LEAST_S)
         if ahead_s > 0.0 and far.link is not None and is_stale(far.link, view):
             return 0.0
         return ahead_s

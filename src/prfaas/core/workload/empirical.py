@@ -1,10 +1,10 @@
 """Lengths that were observed, each with a weight, and how a threshold divides those that many prompts have."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prfaas.core.arrays import FloatArray, np
+from prfaas.core.arrays import FloatArray, OfLength, np
 from prfaas.core.workload.lengths import (
     EDGE,
     LEAST_WEIGHT,
@@ -116,10 +116,11 @@ class Empirical(_Atoms):
         )
         return mass, tokens
 
-    def expect_beyond(self, f: "Callable[[FloatArray], FloatArray]", thresholds: FloatArray) -> FloatArray:
+    def expect_beyond(self, f: OfLength) -> OfLength:
         """E[f(L); longer than t] likewise."""
         weighted = self.probabilities * f(self.lengths)
-        return self._beyond(thresholds, (_tails(weighted), _tails(weighted * self.lengths)))[0]
+        tails = _tails(weighted), _tails(weighted * self.lengths)
+        return lambda thresholds: self._beyond(thresholds, tails)[0]
 
     def _beyond(self, t: FloatArray, *sums: "tuple[FloatArray, FloatArray]") -> list[FloatArray]:
         """What is above of each sum, given its tails and those of its moments.

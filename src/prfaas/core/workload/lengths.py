@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from prfaas.core.arrays import FloatArray, np
+from prfaas.core.arrays import FloatArray, OfLength, np
 from prfaas.core.yaml_source import one_line
 
 
@@ -106,25 +106,27 @@ class LengthDistribution(ABC):
         mass, tokens = self.above(_in_edges(thresholds))
         return _mean_of_edges(mass), _mean_of_edges(tokens)
 
-    def expect_beyond(self, f: "Callable[[FloatArray], FloatArray]", thresholds: FloatArray) -> FloatArray:
-        """E[f(L)] of it: whole fine bins by their sum, and the part of the bin that each threshold cuts."""
-        return _mean_of_edges(self._expect_above(f, _in_edges(thresholds)))
-
-    def _expect_above(self, f: "Callable[[FloatArray], FloatArray]", thresholds: FloatArray) -> FloatArray:
+    def expect_beyond(self, f: OfLength) -> OfLength:
+        """E[f(L)] of it as a function of thresholds: whole fine bins by their sum, and the part that each one cuts."""
         fine = self.fine_bins()
         weights, lengths = fine.weights, fine.lengths
         sums, masses, moments = (
             np.concatenate([[0.0], np.cumsum(each)])
             for each in (weights * f(lengths), weights, weights * lengths)
         )
-        first = np.searchsorted(fine.lower, thresholds, side="left")
-        whole, known, moment = (each[-1] - each[first] for each in (sums, masses, moments))
-        mass, tokens = self.above(thresholds)
-        rest = mass - known
-        cut = rest > 1e-12
-        means = np.clip((tokens - moment)[cut] / rest[cut], lengths[0], lengths[-1])
-        whole[cut] += rest[cut] * f(means)
-        return np.asarray(whole, np.float64)
+
+        def beyond(thresholds: FloatArray) -> FloatArray:
+            edges = _in_edges(thresholds)
+            first = np.searchsorted(fine.lower, edges, side="left")
+            whole, known, moment = (each[-1] - each[first] for each in (sums, masses, moments))
+            mass, tokens = self.above(edges)
+            rest = mass - known
+            cut = rest > 1e-12
+            means = np.clip((tokens - moment)[cut] / rest[cut], lengths[0], lengths[-1])
+            whole[cut] += rest[cut] * f(means)
+            return _mean_of_edges(whole)
+
+        return beyond
 
     def parts_beyond(self, bins: Bins, threshold: float) -> FloatArray:
         """The part of each bin that policies take for longer than a threshold, by the bins' means."""

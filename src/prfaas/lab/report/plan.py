@@ -90,9 +90,9 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
     rows: dict[str, list[str | None]] = {
         "throughput (req/s)": [f"{point.lambda_max:.4g}" for point in points],
         "  by the paper's T(E[L])": [
-            f"{plan.lambda_max_at_mean_length:.4g}",
+            _rate(plan.lambda_max_at_mean_length),
             *(
-                f"{plan.homogeneous_at_mean_length:.4g}" if each is plan.homogeneous else None
+                _rate(plan.homogeneous_at_mean_length) if each is plan.homogeneous else None
                 for each in others
             ),
         ],
@@ -284,6 +284,10 @@ def _gpus(deployment: PlannedDeployment) -> str:
     for cluster in deployment.clusters:
         by_hardware[cluster.hardware] = by_hardware.get(cluster.hardware, 0) + cluster.gpus
     return " + ".join(f"{count} {hardware}" for hardware, count in by_hardware.items())
+
+
+def _rate(per_s: float | None) -> str | None:
+    return None if per_s is None else f"{per_s:.4g}"
 
 
 def _times(ratio: float | None) -> str | None:

@@ -217,7 +217,11 @@ class ScenarioOptions(Conditions):
             ValueError: a role, link, failure or parameter that can't be.
         """
         problem = problem_of(planned)
-        prefill = roles_of(planned, problem) if self.roles is None else dict(self.roles)
+        prefill = (
+            {roles.cluster: roles.prefill for roles in best_operation(problem).roles}
+            if self.roles is None
+            else dict(self.roles)
+        )
         thresholds = (
             _thresholds(problem, prefill)
             if self.threshold_tokens is None
@@ -339,16 +343,6 @@ def pools_of(planned: PlannedDeployment) -> dict[str, PoolOptions]:
         for cluster in planned.clusters
         if cluster.pool is not None
     }
-
-
-def roles_of(planned: PlannedDeployment, problem: PlanProblem) -> dict[str, int]:
-    """The planner's prefill instances by PD cluster, at least one of each role where there are two instances."""
-    best = {roles.cluster: roles.prefill for roles in best_operation(problem).roles}
-    roles = {}
-    for cluster in planned.pd_clusters:
-        ranks, most = cluster.group_ranks, cluster.instance_count - cluster.group_ranks
-        roles[cluster.name] = min(max(best[cluster.name], min(most, ranks)), most)
-    return roles
 
 
 def _thresholds(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, float]:
