@@ -46,7 +46,7 @@ from prfaas.lab.simulator.simulation import simulate
 from prfaas.serving.worth import effects, worth
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "paper.yaml"
-SLICE_S, WASHOUT_S = 120.0, 30.0
+SLICE_S, WASHOUT_S = 600.0, 60.0
 COVERED = (0.93, 0.97)
 LONG_SEEDS = range(1_000_000, 1_000_020)
 
@@ -190,7 +190,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=2000)
-    parser.add_argument("--pairs", type=int, default=15, help="of slices in a run")
+    parser.add_argument("--pairs", type=int, default=24, help="of slices in a run")
     parser.add_argument(
         "--share", type=float, default=0.1, help="of the offloaded requests that are held out"
     )
