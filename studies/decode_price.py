@@ -57,7 +57,7 @@ def _multi(context: StudyContext) -> StudyContext:
     """Of the example with several PD clusters, whatever deployment the other studies are of."""
     planned = load_planned(example_path(_EXAMPLE))
     problem = problem_of(planned)
-    return replace(context, planned=planned, problem=problem, optimum=best_operation(problem, "mean length"))
+    return replace(context, planned=planned, problem=problem, optimum=best_operation(problem))
 
 
 def _runs(context: StudyContext) -> Sequence[Run]:

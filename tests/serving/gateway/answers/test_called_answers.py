@@ -1,8 +1,9 @@
 """A chat that breaks once a tool has been called is continued: each call whole, with one id, and none of them twice."""
 
+import asyncio
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from prfaas.serving.gateway.answers import calls
 from prfaas.serving.gateway.answers.answer_bytes import TakenIds
+from prfaas.serving.gateway.answers.transcript import BegunAnswer, NotPlainError
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 
 from ..stand_in import CALL_TOKENS, DERENDER, StandInEngine
@@ -191,3 +193,22 @@ def test_steps_add_up_to_the_ids(steps: list[int], data: st.DataObject) -> None:
     taken.cut(count)
     assert taken.ids == array("I", [7] * count) and sum(taken.steps) == taken.shown == count
     assert list(taken.steps)[:-1] == steps[: len(taken.steps)][:-1]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"data: 5",
+        b'data: {"choices": 5}',
+        b'data: {"other": 1}',
+        b'data: {"choices": [{"token_ids": ["x"]}]}',
+        b'data: {"choices": [{"index": 0}]}',
+        b'data: {"choices": [[1]]}',
+        b"data: {",
+    ],
+)
+def test_what_is_no_event_of_tokens_is_not_read_on(said: bytes) -> None:
+    """An engine may say anything."""
+    answers = calls.CalledAnswers.__new__(calls.CalledAnswers)
+    with pytest.raises(NotPlainError):
+        asyncio.run(answers.told(said + b"\n\n", cast(BegunAnswer, None), "decode-0"))

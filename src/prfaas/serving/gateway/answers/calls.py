@@ -13,7 +13,13 @@ from typing import Any
 import msgspec
 import orjson
 
-from prfaas.serving.gateway.answers.transcript import AnswerRest, BegunAnswer, CannotResumeError, events
+from prfaas.serving.gateway.answers.transcript import (
+    AnswerRest,
+    BegunAnswer,
+    CannotResumeError,
+    events,
+    plain,
+)
 from prfaas.serving.gateway.bodies import Json, dump_body, ids_json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError
@@ -86,17 +92,19 @@ class CalledAnswers:
         ids: list[int] = []
         last: Json = {}
         behind: list[Json | None] = []
-        for event in events(chunk):
-            if event is None or event.get("usage"):
-                behind.append(event and {"object": _CHUNK, "choices": [], "usage": event["usage"]})
-                continue
-            for last in event["choices"]:
-                ids += last["token_ids"] or ()
+        with plain():
+            for event in events(chunk):
+                if event is None or event.get("usage"):
+                    behind.append(event and {"object": _CHUNK, "choices": [], "usage": event["usage"]})
+                    continue
+                for last in event["choices"]:
+                    ids += map(int, last["token_ids"] or ())
         if not ids and not last.get("finish_reason"):
             return behind
         await asyncio.sleep(_PAUSE_S)
         choice = await self._derendered(ids, last, begun, engine)
-        begun.ids.keep(ids)
+        with plain():
+            begun.ids.keep(ids)
         return [{"object": _CHUNK, "choices": [choice]}, *behind]
 
     async def _derendered(self, ids: list[int], last: Json, begun: BegunAnswer, engine: str) -> Json:

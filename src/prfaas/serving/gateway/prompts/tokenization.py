@@ -90,6 +90,8 @@ class LocalTokenizer:
                 most,
                 f"{len(text)} characters (more than {most_chars} characters, which is the upper bound for {most} input "
                 "tokens)",
+                parameter="input_text",
+                value=len(text),
             )
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
@@ -100,17 +102,17 @@ class LocalTokenizer:
             begin = self._encoder.encode(text[: _BEGIN_CHARS * most], add_special_tokens=add_special_tokens)
             # Where it is cut, its end may have other tokens than in the whole text.
             if len(begin) > most + most // 4:
-                raise too_long(most, f"at least {len(begin)} input tokens")
+                raise too_long(most, f"at least {len(begin)} input tokens", value=len(begin))
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
 
-def too_long(max_model_len: int, found: str) -> ApiError:
+def too_long(max_model_len: int, found: str, *, parameter: str = "input_tokens", value: int) -> ApiError:
     """The refusal of a prompt, in vLLM's words (0.32). `found`: what it contains."""
     return ApiError(
         400,
         f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains {found}. Please "
-        "reduce the length of the input prompt.",
-        param="input_tokens",
+        f"reduce the length of the input prompt. (parameter={parameter}, value={value})",
+        param=parameter,
         reason="length",
     )
 
@@ -163,7 +165,7 @@ class _Rendered(msgspec.Struct):
     """What is used of an answer of `/render` (vLLM 0.32: `GenerateRequest`)."""
 
     token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
-    sampling_params: dict[str, Any]
+    sampling_params: dict[str, Any] | None = None
     features: _Features | None = None
 
     def prompt(self) -> "RenderedIds":
@@ -270,6 +272,7 @@ class Tokenization:
             raise too_long(
                 self._max_model_len,
                 f"{longest} input tokens, which exceeds this limit even without any output tokens",
+                value=longest,
             )
         limit = answer_limit(request.endpoint, request.body) or 0
         # With a completion's ids vLLM cuts the answer short instead.
