@@ -149,7 +149,7 @@ def _long_ids(raw: bytes) -> "tuple[array[int] | None, bytes]":
     try:
         fields = _FIELDS.decode(raw)
         listed = bytes(fields.pop("prompt"))
-    except (msgspec.DecodeError, KeyError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, RecursionError):
         return None, raw
     # It is JSON, so whatever is made of these alone is a list of plain numbers.
     if not listed.startswith(b"[") or listed[1:-1].translate(None, b"0123456789, \t\r\n"):

@@ -190,6 +190,6 @@ def _wanted_tokens(body: bytes) -> float | None:
     """The threshold that a body sets; None: it is to be searched again. Raises ApiError."""
     try:
         return msgspec.json.decode(body, type=_Wanted).tokens
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         sentence = 'The body must be {"tokens": 8192}, any number from 1 to 1e9, or null for a searched one.'
         raise ApiError(400, sentence, param="tokens") from None
