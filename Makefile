@@ -132,7 +132,7 @@ fuzz: setup
 test-fast: setup
 	$(if $(filter-out $(WINGS),$(WING)),$(error WING is one of: $(WINGS)))
 	$(PLAIN) $(if $(WING),tests/$(WING)) --ignore tests/integration --ignore tests/serving/engines/vllm \
-		--ignore tests/bench/test_gpu_workers.py --ignore tests/serving/engines/trained/test_conversion.py $(FEW) \
+		--ignore-glob "tests/bench/test_gpu_*" --ignore tests/serving/engines/trained/test_conversion.py $(FEW) \
 		-m "not slow and not extended and not engine and not newcomer and not gemma" $(TEST_ARGS)
 
 # One after the other: each starts processes enough for all cores.

@@ -39,6 +39,8 @@ OF_ONE_USER = {
     "serving.engines.trained",
     # Sums of pages as they lie, and the state's half of a layout: each as long as a page of the file that has it.
     *("serving.engines.vllm.dense_sums", "serving.engines.vllm.state_layout"),
+    # Two services that are none of the deployment's, beside what Compose starts.
+    "tools.emit.monitoring",
     # Asks ranks for what several parts of the plane hear; it is none of them.
     "serving.control.rank_stats",
     # Who may say what, as plain values: read by itself, and by the pages that tell of it.

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from studies import STUDIES
 
-from prfaas.cli.completions import instance_names, model_names, pool_names
+from prfaas.cli.completions import instance_names, model_names, policy_names, pool_names
 from prfaas.cli.study_folder import study_names
-from prfaas.core.scheduling.policy import POLICIES
+from prfaas.core.scheduling.policy import POLICIES, known_policies
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -34,6 +34,7 @@ def test_commands_and_names() -> None:
     assert {"status", "study", "explain"} <= set(offered(""))
     assert offered("study", "ab") == ["ablation"]
     assert set(POLICIES) <= set(offered("simulate", "paper.yaml", "--policy", ""))
+    assert set(policy_names()) == set(known_policies())
     assert "h200" in offered("profile", "--gpu", "")
     assert "kimi-linear-h200" in offered("bandwidth", "kimi-linear", "--profile", "kimi")
     assert "mooncake" in offered("plan", "paper.yaml", "--format", "")

@@ -11,7 +11,9 @@ from prfaas.cli import main as cli
 from prfaas.core.latency.files import load_profile
 from prfaas.core.units import format_s
 
-MODELS = yaml.safe_load((Path(__file__).parents[1] / "core" / "latency" / "public_models.yaml").read_text())
+MODELS = yaml.load(
+    (Path(__file__).parents[1] / "core" / "latency" / "public_models.yaml").read_text(), yaml.CSafeLoader
+)
 
 
 @pytest.fixture

@@ -88,7 +88,9 @@ def test_from_hosts_to_manifests(
     emitted = [Path(each) for each in json.loads(capsys.readouterr().out)["files"]]
     for each in emitted:
         if each.suffix == ".yaml":
-            assert all(isinstance(document, dict) for document in yaml.safe_load_all(each.read_text()))
+            assert all(
+                isinstance(document, dict) for document in yaml.load_all(each.read_text(), yaml.CSafeLoader)
+            )
     names = {each.stem for each in emitted}
     assert {instance.name for instance in deployment.instances} | {"prfaas-gateway"} <= names
 

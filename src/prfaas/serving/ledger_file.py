@@ -36,6 +36,9 @@ def open_ledger(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         LedgerFileError: it is none, or of another release; with `read_only`, also where it is not there.
     """
     try:
+        if not read_only:
+            # It may be the first that is kept of a deployment.
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         connection = sqlite3.connect(
             f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}",
             uri=True,
@@ -53,7 +56,7 @@ def open_ledger(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
             raise LedgerFileError(f"{path} is no ledger of this release; name another file")
         # Another program's file may have the same number.
         connection.execute(f"SELECT {', '.join(COLUMNS)} FROM requests LIMIT 0")
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise LedgerFileError(f"{path} can't be used as a ledger: {error}") from error
     return connection
 

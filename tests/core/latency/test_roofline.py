@@ -18,7 +18,7 @@ from prfaas.core.latency.roofline import DECODE_BAND, PREFILL_BAND, Roofline, gp
 from prfaas.core.latency.work import WEIGHT_FORMATS, model_work
 
 HERE = Path(__file__).parent
-MODELS: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "public_models.yaml").read_text())
+MODELS: dict[str, dict[str, Any]] = yaml.load((HERE / "public_models.yaml").read_text(), yaml.CSafeLoader)
 PAPER = ("kimi-linear", "mimo-v2-flash", "qwen3.5-397b", "ring-2.5-1t", "minimax-m2.5", "qwen3-235b")
 
 

@@ -16,7 +16,9 @@ from prfaas.core.kv.published import published_model
 from prfaas.core.latency.feed_forward import Experts
 from prfaas.core.latency.work import WEIGHT_FORMATS, SoftmaxLayers, model_work, weight_format
 
-MODELS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "public_models.yaml").read_text())
+MODELS: dict[str, dict[str, Any]] = yaml.load(
+    (Path(__file__).parent / "public_models.yaml").read_text(), yaml.CSafeLoader
+)
 
 
 @pytest.mark.parametrize("name", MODELS)

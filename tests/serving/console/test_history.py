@@ -98,6 +98,8 @@ def test_a_control_plane_that_tells_less_has_frames_too() -> None:
         (f"{PD_0}/engine/kv_usage", 0.96, "kv-full", "warning"),
         (f"{PD_1}/healthy", False, "down", "critical"),
         (f"{PD_0}/drain", "draining", "no-decode", "critical"),
+        ("served", {"now": {"ended": 1000, "refused": 3, "failed": 0}}, "refused", "warning"),
+        ("served", {"now": {"ended": 10, "refused": 0, "failed": 3}}, "failed", "critical"),
         ("links/far->pd/up", False, "link-down", "critical"),
         ("links/far->pd/condition", "congested", "link-condition", "warning"),
         ("links/far->pd/drain_s", 5.1, "link-queue", "warning"),
@@ -121,6 +123,15 @@ def test_alarms(path: str, value: Any, kind: str, severity: str) -> None:
 @pytest.mark.parametrize("condition", ["clear", "busy"])
 def test_a_link_that_works_is_no_alarm(condition: str) -> None:
     assert alarms_of(sample_of(put(state(), "links/far->pd/condition", condition), 1.0)) == []
+
+
+def test_requests_are_only_said_to_be_refused_where_nothing_can_decode() -> None:
+    """A prefill instance of a PD cluster stands in."""
+    drained = put(state(), f"{PD_0}/drain", "drained")
+    (alarm,) = alarms_of(sample_of(drained, 1.0))
+    assert "refused" not in alarm.what
+    alarms = alarms_of(sample_of(put(drained, f"{PD_1}/drain", "drained"), 1.0))
+    assert [alarm.kind for alarm in alarms] == ["no-decode"] and "refused" in alarms[0].what
 
 
 def test_critical_alarms_come_first() -> None:

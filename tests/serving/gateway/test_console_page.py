@@ -1,10 +1,12 @@
 """The console in a real browser, before a stand-in deployment under load."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import axe_core_python
 import pytest
 from tests.browser import CHROMIUM, MISSING, Page, chromium_page
 
@@ -50,7 +52,8 @@ async def _load(world: World, ending: asyncio.Event) -> None:
     number = 0
     while not ending.is_set():
         number += 1
-        await world.complete([number % 200] * (30 if number % 3 else 300), max_tokens=3)
+        prompt = [number % 200] * (30 if number % 3 else 300)
+        await world.post("/v1/completions", {"model": "stand-in", "prompt": prompt, "max_tokens": 3})
         await asyncio.sleep(0.05)
 
 
@@ -190,6 +193,64 @@ def test_the_token_opens_the_page_and_lets_it_change_things(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+@pytest.mark.slow("a browser shows the page")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_axe_core_finds_nothing(tmp_path: Path, width: int) -> None:
+    """The page that asks for a token, and the console with a request and a simulation opened, light and dark."""
+
+    async def main() -> None:
+        async with seen(tmp_path, token=True) as (_, page, url):
+            for dark in (False, True):
+                await page.open(url, width=width, height=844, dark=dark)
+                await page.until("document.querySelector('#token') !== null")
+                assert await page.run(AXE) == []
+                await page.write("#token", TOKEN)
+                await page.press("Enter")
+                await page.until(f"{ROWS} > 3")
+                await page.click("tr[data-request] button.link-like")
+                await page.until("document.querySelector('.explained')?.innerText.startsWith('Request')")
+                await page.click("#simulate-ask")
+                await page.until("document.querySelector('#simulate pre') !== null")
+                assert await page.run(AXE) == []
+                # The token is forgotten, so that the next one is asked for it too.
+                await page.run("sessionStorage.clear()")
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow("a browser shows the page")
+def test_the_first_screen_says_whether_it_is_well(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with seen(tmp_path, token=False) as (world, page, url):
+            await page.open(url, width=390, height=844)
+            await page.until("document.querySelector('#now-pays b')?.innerText === 'Not known'")
+            assert "gateway.ledger" in await page.text("#now-pays")
+            assert "The busiest is" in await page.text("#now-bottleneck")
+            shown = "document.querySelector('#now').getBoundingClientRect().bottom <= window.innerHeight"
+            assert await page.run(shown)
+            # With a ledger each offloaded request says what it would have taken at home.
+            lately = {"ended": 9, "offloaded": 4, "compared": 2, "first_token_s": 1.0, "at_home_s": 4.0}
+            for sums, told in (
+                (lately | {"egress_cost": 0.25}, ("good", "75 % sooner", "3.00 an hour")),
+                (lately | {"first_token_s": 6.0, "egress_cost": 0}, ("warn", "50 % later", "3.00 s")),
+                (lately | {"offloaded": 0, "egress_cost": 0}, ("none", "Not used", "None of 9")),
+            ):
+                asked = f"import('/console/now.js').then(({{pays}}) => pays({json.dumps(sums)}).join(' '))"
+                said = await page.run(asked)
+                assert all(part in said for part in told), said
+            # While requests are refused, the page says so, whatever else is wrong.
+            assert world.live is not None
+            for name in ("local", "decode", "spare"):
+                world.live.drains.drain(name, wanted=True)
+            await page.until(
+                "document.querySelector('#alarms').innerText.includes('were refused, for want of')"
+            )
+            assert await page.text("#now-well b") == "No"
+            assert "No alarms" not in await page.text()
+
+    asyncio.run(main())
+
+
 def test_it_is_readable_small_and_dark(tmp_path: Path) -> None:
     async def main() -> None:
         async with seen(tmp_path, token=False) as (_, page, url):
@@ -198,6 +259,7 @@ def test_it_is_readable_small_and_dark(tmp_path: Path) -> None:
             await page.click("tr[data-request] button.link-like")
             await page.until("document.querySelector('.explained')?.innerText.startsWith('Request')")
             assert await page.run(NO_SIDEWAYS)
+            assert await page.run(CUT) == []
             light = await page.run("getComputedStyle(document.body).backgroundColor")
             await page.scheme(dark=True)
             assert await page.run("getComputedStyle(document.body).backgroundColor") != light
@@ -220,6 +282,18 @@ def test_it_is_readable_small_and_dark(tmp_path: Path) -> None:
 
     asyncio.run(main())
 
+
+# axe-core's findings that matter. SVG has backgrounds that it can't know: the test below looks at colours by itself.
+AXE_CORE = Path(axe_core_python.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
+AXE = f"""{AXE_CORE};
+axe.run(document, {{resultTypes: ['violations']}}).then((found) => found.violations
+  .map((each) => `${{each.impact}} ${{each.id}}: ${{each.nodes.map((node) => node.html.slice(0, 120)).join(' ')}}`))"""
+
+# What can be seen only by moving something sideways, or not at all.
+CUT = """[...document.querySelectorAll('main *, header *')].filter((element) =>
+  element.scrollWidth > element.clientWidth + 1 && getComputedStyle(element).overflowX !== 'visible'
+  && !element.closest('.hidden, thead, svg')
+).map((element) => element.outerHTML.slice(0, 120))"""
 
 # Elements that can be used and have no name for a screen reader.
 NAMELESS = """[...document.querySelectorAll('button, input, [role=img], [role=region], meter')].filter((element) =>

@@ -40,6 +40,17 @@ LONG = list(range(50, 250)) * 5
 SHORT = list(range(60, 90))
 
 
+def test_the_first_ledger_of_a_deployment_makes_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "home" / "name" / "ledger.sqlite"
+    with pytest.raises(LedgerFileError):
+        open_ledger(path, read_only=True)
+    open_ledger(path).close()
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LedgerFileError, match="can't be used"):
+        open_ledger(tmp_path / "file" / "ledger.sqlite")
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     connection = open_ledger(path, read_only=True)
     rows = [

@@ -13,6 +13,7 @@ from prfaas.core.deployment.examples import example_path
 from prfaas.tools.emit.blueprint import read_blueprint
 from prfaas.tools.emit.compose import compose_files
 from prfaas.tools.emit.writing import write_files
+from prfaas.tools.monitoring import dashboards
 
 Fields = dict[str, Any]
 
@@ -23,7 +24,7 @@ def services(path: Path) -> Fields:
     for file in compose_files(read_blueprint(path)):
         if file.path.name == "compose.yaml":
             found |= yaml.safe_load(file.text)["services"]
-    return found
+    return {name: service for name, service in found.items() if "profiles" not in service}
 
 
 @pytest.mark.slow("asks programs of others, each a process")
@@ -37,7 +38,7 @@ def test_compose_finds_no_mistake(name: str, tmp_path: Path) -> None:
     assert files
     for file in files:
         done = subprocess.run(
-            ["docker-compose", "--file", str(file), "config", "--quiet"],
+            ["docker-compose", "--file", str(file), "--profile", "monitoring", "config", "--quiet"],
             capture_output=True,
             text=True,
             timeout=120,
@@ -48,7 +49,9 @@ def test_compose_finds_no_mistake(name: str, tmp_path: Path) -> None:
 
 def test_a_machine_has_what_runs_there() -> None:
     by_folder = {
-        str(file.path.parent): set(yaml.safe_load(file.text)["services"])
+        str(file.path.parent): {
+            name for name, each in yaml.safe_load(file.text)["services"].items() if "profiles" not in each
+        }
         for file in compose_files(read_blueprint(example_path("local")))
         if file.path.name == "compose.yaml"
     }
@@ -56,6 +59,45 @@ def test_a_machine_has_what_runs_there() -> None:
         "prfaas-east/127.0.0.1": {"prfaas-east-pool", "east-prefill-0"},
         "home/127.0.0.1": {"home-pool", "home-prefill-0", "home-decode-0", "gateway"},
     }
+
+
+def test_monitoring_stands_beside_the_gateway(tmp_path: Path) -> None:
+    """What its services are told to read is mounted there, and Prometheus takes its own."""
+    write_files(tmp_path, compose_files(read_blueprint(example_path("local"))))
+    (folder,) = (path.parent for path in tmp_path.rglob("monitoring"))
+    monitoring = {
+        name: each
+        for name, each in yaml.safe_load((folder / "compose.yaml").read_text())["services"].items()
+        if each.get("profiles") == ["monitoring"]
+    }
+    assert set(monitoring) == {"prometheus", "grafana"}
+    for service in monitoring.values():
+        assert service["read_only"] and service["network_mode"] == "host"
+        mounts = dict(each.split(":")[:2] for each in service["volumes"])
+        mounted = mounts["./monitoring"]
+        named = [
+            *(word.partition("=")[2] for word in service.get("command") or ()),
+            *service["environment"].values(),
+        ]
+        for path in (each for each in named if each.startswith(mounted)):
+            assert (folder / "monitoring" / path.removeprefix(mounted + "/")).exists(), path
+    below = folder / "monitoring"
+    (provider,) = yaml.safe_load((below / "grafana/dashboards/prfaas.yaml").read_text())["providers"]
+    shown = below / provider["options"]["path"].removeprefix("/etc/monitoring/")
+    assert {path.name for path in shown.iterdir()} == {path.name for path in dashboards()}
+    (source,) = yaml.safe_load((below / "grafana/datasources/prometheus.yaml").read_text())["datasources"]
+    assert (
+        f"--web.listen-address={source['url'].removeprefix('http://')}" in monitoring["prometheus"]["command"]
+    )
+    if shutil.which("promtool") is not None:
+        checked = subprocess.run(
+            ["promtool", "check", "config", str(below / "prometheus.yaml")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_gpus_are_divided_between_engines(tmp_path: Path) -> None:

@@ -141,7 +141,9 @@ def _family_defaults() -> Mapping[str, Mapping[str, int]]:
     import yaml
 
     text = (resources.files(__package__) / "data" / "family_defaults.yaml").read_text(encoding="utf-8")
-    return {family: entry["fields"] for entry in yaml.safe_load(text) for family in entry["families"]}
+    return {
+        family: entry["fields"] for entry in yaml.load(text, yaml.CSafeLoader) for family in entry["families"]
+    }
 
 
 def family_defaults(family: str) -> Mapping[str, int]:

@@ -69,7 +69,7 @@ def _all() -> tuple[PublishedModel, ...]:
     import yaml
 
     text = (resources.files(__package__) / "data" / "published.yaml").read_text(encoding="utf-8")
-    return tuple(_model(entry) for entry in yaml.safe_load(text))
+    return tuple(_model(entry) for entry in yaml.load(text, yaml.CSafeLoader))
 
 
 def _model(entry: Mapping[str, Any]) -> PublishedModel:

@@ -314,6 +314,10 @@ class TruncatedLogNormal(LengthDistribution):
         length = math.exp(self.mu + self.sigma * (-z if mirrored else z))
         return min(max(length, self.low), self.high)
 
+    def thresholds(self, n: int) -> FloatArray:
+        """0, the highest threshold and about `n` between them; each plan asks for the same ones many times."""
+        return _thresholds(self, n)
+
     def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
         """Bins of (above, up_to] that integrals are taken over."""
         return _fine_bins(self, above, up_to)
@@ -341,6 +345,13 @@ def _fine_bins(lengths: TruncatedLogNormal, above: float, up_to: float) -> Bins:
     for shared in (bins.lower, bins.upper, bins.lengths, bins.weights):
         shared.flags.writeable = False
     return bins
+
+
+@lru_cache(maxsize=64)
+def _thresholds(lengths: TruncatedLogNormal, n: int) -> FloatArray:
+    shared = LengthDistribution.thresholds(lengths, n)
+    shared.flags.writeable = False
+    return shared
 
 
 def _masses(starts: FloatArray, end: float) -> FloatArray:

@@ -22,6 +22,12 @@ _CONDITIONS = {
 _SILENT_S = 5.0
 _FULL_KV = 0.95
 _LONG_DRAIN_S = 5.0
+# Of the requests of a minute that were refused, or failed.
+_MANY = 0.05
+_UNSERVED = {
+    "refused": "were refused, for want of room or of an engine",
+    "failed": "failed in an engine or in the gateway",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +49,23 @@ def alarms_of(sample: Mapping[str, Any]) -> list[Alarm]:
 
 
 def _service(sample: Mapping[str, Any]) -> Iterator[Alarm]:
-    if not any(
-        "decode" in instance["role"] and instance["healthy"] and instance["drain"] is None
-        for instance in instances_in(sample).values()
-    ):
+    taking = [
+        instance["role"]
+        for cluster in sample["clusters"].values()
+        if cluster.get("kind") != "prfaas"
+        for instance in cluster["instances"].values()
+        if instance["healthy"] and instance["drain"] is None
+    ]
+    if not taking:
         yield Alarm("critical", "no-decode", "", "No instance can decode: requests are refused.")
+    elif not any("decode" in role for role in taking):
+        yield Alarm("critical", "no-decode", "", "No decode instance takes part: prefill instances decode.")
+    served = sample.get("served", {}).get("now", {})
+    for kind, what in _UNSERVED.items():
+        if count := served.get(kind, 0):
+            severity: Severity = "critical" if count > _MANY * served["ended"] else "warning"
+            text = f"Of {served['ended']} requests of the last minute {count} {what}."
+            yield Alarm(severity, kind, "", text)
 
 
 def _instances(sample: Mapping[str, Any]) -> Iterator[Alarm]:

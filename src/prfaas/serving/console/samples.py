@@ -51,6 +51,7 @@ def sample_of(state: Mapping[str, Any], at_s: float) -> Json:
         "at_s": round(at_s, 3),
         "requests": state.get("requests", {}),
         "routes": state.get("routes", {}),
+        "served": state.get("served", {}),
         "clusters": {name: _cluster(cluster, leaving) for name, cluster in state["clusters"].items()},
         "links": {name: _picked(link, _LINK) for name, link in state.get("links", {}).items()},
         "pools": {name: _pool(pool) for name, pool in state.get("pools", {}).items()},

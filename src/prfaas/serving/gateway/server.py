@@ -20,6 +20,7 @@ from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.kv.model import KvModel
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.console.history import StateHistory
+from prfaas.serving.console.served import Served
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
@@ -39,7 +40,7 @@ from prfaas.serving.gateway.prompts.tokenization import LocalTokenizer, Tokeniza
 from prfaas.serving.gateway.prompts.validation import Validation
 from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
 from prfaas.serving.gateway.routes import Routes, http_logger
-from prfaas.serving.gateway.told_requests import LedgerEntries
+from prfaas.serving.gateway.told_requests import LedgerEntries, count_served
 from prfaas.serving.gateway.ways.first_token import FirstTokenRules
 from prfaas.serving.gateway.ways.kv_transfer import KvTransfers
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
@@ -164,6 +165,7 @@ class Gateway:
         self._tracing = _tracing(deployment, self._metrics)
         ledger = config.ledger
         self._ledger = None if ledger is None else Ledger(ledger, self._metrics.ledger_lost.inc)
+        self._served = Served()
         self._entries = LedgerEntries(running, plane.cluster_state.view, plane.experiment)
         log = RequestLog(options.kept_records, self._metrics, self._tracing, self._keep)
         admission = Admission(running, plane.waits)
@@ -179,7 +181,7 @@ class Gateway:
             answers=Answering(context, tokenization=self._tokenization, prefill=prefill, shadow=self._shadow),
         )
         self.routes = Routes(deployment, generation.handler_of, context, self.clients)
-        self.history = StateHistory(plane.state)
+        self.history = StateHistory(lambda: plane.state() | {"served": self._served.told()})
         token_file = config.admin.token_file
         token = None if token_file is None else load_token(token_file)
         self.admin_routes = AdminRoutes(process.kv_model, log, context, self.history, token, reloader)
@@ -204,7 +206,8 @@ class Gateway:
         return PrefillOrchestrator(remote, prefixes, self._first_tokens, context)
 
     def _keep(self, record: RequestRecord, total_s: float) -> None:
-        """A request has ended after so many seconds: it gets its row where there is a ledger."""
+        """A request has ended after so many seconds: it is counted, and gets its row where there is a ledger."""
+        count_served(self._served, record)
         row = None if self._ledger is None else self._entries.of(record, total_s)
         if self._ledger is not None and row is not None:
             self._ledger.add(row)

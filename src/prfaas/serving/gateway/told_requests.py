@@ -11,8 +11,9 @@ from typing import Any
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv.model import KvModel
 from prfaas.core.ledger import LedgerEntry
-from prfaas.core.scheduling.decision import HELD_OUT, Decision
+from prfaas.core.scheduling.decision import HELD_OUT, Decision, Route
 from prfaas.core.scheduling.view import View
+from prfaas.serving.console.served import Served
 from prfaas.serving.control.experiment import Experiment
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.request_log import Attempt, RequestRecord, TransferredBytes
@@ -169,6 +170,27 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def count_served(served: Served, record: RequestRecord) -> None:
+    """Count a request that has ended for the console."""
+    decision = record.attempts[0].decision if record.attempts else None
+    other = None if decision is None else decision.other
+    served.add(
+        record.status,
+        failed=record.outcome == "engine_error",
+        offloaded=decision is not None and decision.route is Route.OFFLOAD,
+        first_token_s=_first_token_s(record),
+        at_home_s=None if other is None else other.first_token_s,
+        egress_cost=record.egress_cost,
+    )
+
+
+def _first_token_s(record: RequestRecord) -> float | None:
+    """From the decision on; None: its answer was no stream, or none came."""
+    if not record.streamed or "first_byte" not in record.steps_s:
+        return None
+    return max(record.steps_s["first_byte"] - record.starts_s.get("decide", 0.0), 0.0)
+
+
 class LedgerEntries:
     """Makes a ledger's rows of records, with the GPUs of the deployment that runs."""
 
@@ -202,11 +224,7 @@ class LedgerEntries:
         other, prompt_tokens = decision.other, record.prompt_tokens
         source, target = (self._places.get(name, ("", 0))[0] for name in (decision.prefill, decision.decode))
         moved = _sum(record.attempts) or TransferredBytes(0, 0)
-        ttft_s, decided_s = (
-            steps.get("first_byte") if record.streamed else None,
-            record.starts_s.get("decide", 0.0),
-        )
-        at = self._experiment.at(record.at_s + decided_s)
+        at = self._experiment.at(record.at_s + record.starts_s.get("decide", 0.0))
         gpu_s, gpu_cost = self._gpu(decision.prefill, decision.prefill_tokens, prompt_tokens)
         other_gpu_s = other_gpu_cost = None
         if other is not None:
@@ -232,8 +250,8 @@ class LedgerEntries:
             answer_tokens=record.generated_tokens,
             predicted_s=decision.first_token_s,
             other_s=None if other is None else other.first_token_s,
-            first_token_s=None if ttft_s is None else max(ttft_s - decided_s, 0.0),
-            ttft_s=ttft_s,
+            first_token_s=_first_token_s(record),
+            ttft_s=steps.get("first_byte") if record.streamed else None,
             total_s=total_s,
             turn_s=steps.get("turn", 0.0),
             prefill_s=steps.get("prefill", 0.0),

@@ -15,6 +15,7 @@ from prfaas.tools.emit.blueprint import (
 )
 from prfaas.tools.emit.document import yaml_text
 from prfaas.tools.emit.health import asking_code, health_code
+from prfaas.tools.emit.monitoring import FOLDER, monitoring_files, monitoring_services
 from prfaas.tools.emit.ports import ports_table
 from prfaas.tools.emit.template import Fields, objects
 
@@ -26,6 +27,8 @@ _SHARED_MEMORY = "/dev/shm:/dev/shm"
 def compose_files(blueprint: Blueprint) -> tuple[EmittedFile, ...]:
     """A folder for each machine: `compose.yaml`, the deployment file, and the ports to open.
 
+    Beside the gateway also Prometheus and Grafana, which the profile `monitoring` starts.
+
     Raises:
         DeploymentError: its GPUs are of a kind that Compose is not told of here.
     """
@@ -36,6 +39,7 @@ def _files_of(blueprint: Blueprint, place: Place) -> Iterator[EmittedFile]:
     documents = objects(
         "compose.yaml.jinja",
         services=list(_services(blueprint, place)),
+        monitoring=monitoring_services(blueprint.deployment.home) if place.has_gateway else [],
         user=USER_ID,
         state_dir=STATE_DIR,
         config_dir=CONFIG_DIR,
@@ -45,6 +49,9 @@ def _files_of(blueprint: Blueprint, place: Place) -> Iterator[EmittedFile]:
     for path, text in blueprint.documents.items():
         yield EmittedFile(place.folder / "prfaas" / path, text)
     yield EmittedFile(place.folder / "ports.txt", ports_table(blueprint, place))
+    if place.has_gateway:
+        for below, text in monitoring_files(blueprint.deployment):
+            yield EmittedFile(place.folder / FOLDER / below, text)
 
 
 def _services(blueprint: Blueprint, place: Place) -> Iterator[Fields]:

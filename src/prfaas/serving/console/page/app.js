@@ -8,6 +8,7 @@ import { ClusterMap, LinkTable } from '/console/map.js';
 import { Instances, RoleTimeline } from '/console/instances.js';
 import { Decisions, Lengths, Pools } from '/console/charts.js';
 import { Requests } from '/console/requests.js';
+import { Now } from '/console/now.js';
 
 const OLD_STEP = 3;
 const REQUESTS_MS = 2000;
@@ -191,6 +192,7 @@ function Console({ facts, onRefused }) {
       <p class="said" role="status">${said}</p>
       ${!facts.may_change && html`<p class="note">This page can only look: draining and thresholds need <code>gateway.admin.token_file</code> in the deployment file.</p>`}
       ${facts.may_change && lookedAt != null && html`<p class="note">A past moment is shown. Go live to change something.</p>`}
+      <${Panel} id="now" title="Now" wide><${Now} ...${{ frame, frames, at }} /><//>
       <${Panel} id="alarms" title="Alarms" wide><div aria-live="polite"><${Alarms} alarms=${frame.alarms} /></div><//>
       <${Panel} id="map" title="Clusters and links"><${Sized} draw=${(width) => html`<${ClusterMap} ...${{ frame, width }} chosen=${link} onChoose=${setLink} />`} /><${LinkTable} frame=${frame} chosen=${link} /><//>
       <${Panel} id="decisions" title="Decisions"><${Sized} draw=${(width) => html`<${Decisions} ...${span} width=${width} />`} />

@@ -4,7 +4,7 @@ import { html } from '/console/vendor/htm-preact.js';
 import * as format from '/console/format.js';
 import { heat, instancesOf, loadOf, runs } from '/console/model.js';
 
-const Cell = ({ share, text, label }) => html`<td class="heat" data-heat=${heat(share)} aria-label="${label} ${text}">${text}</td>`;
+const Cell = ({ share, text, label }) => html`<td class="heat" data-label=${label} data-heat=${heat(share)} aria-label="${label} ${text}">${text}</td>`;
 
 function stateOf(instance) {
   if (!instance.healthy) return ['bad', 'out'];
@@ -35,12 +35,12 @@ export function Instances({ frame, frames, from, until, mayChange, onDrain }) {
         const closed = instance.drain != null;
         return html`<tr key=${name}>
           <th scope="row">${name}</th>
-          <td><span class="role ${instance.role.replace('+', '-')}">${instance.role}</span></td>
-          <td title=${instance.suspicion || ''}><span class="dot ${tone}"></span>${state}</td>
+          <td data-label="role"><span class="role ${instance.role.replace('+', '-')}">${instance.role}</span></td>
+          <td data-label="state" title=${instance.suspicion || ''}><span class="dot ${tone}"></span>${state}</td>
           <${Cell} label="queue" share=${Math.min((instance.queue || 0) / 5, 1)} text=${format.count(instance.queue)} />
-          ${slots == null ? html`<td>–</td>` : html`<${Cell} label="slots" share=${slots} text="${instance.decoding}/${instance.decode_slots}" />`}
-          ${instance.kv_usage == null ? html`<td>–</td>` : html`<${Cell} label="KVCache" share=${instance.kv_usage} text=${format.percent(instance.kv_usage)} />`}
-          <td class="wide"><${Strip} ...${{ name, frames, from, until }} /></td>
+          ${slots == null ? html`<td data-label="slots">–</td>` : html`<${Cell} label="slots" share=${slots} text="${instance.decoding}/${instance.decode_slots}" />`}
+          ${instance.kv_usage == null ? html`<td data-label="KVCache">–</td>` : html`<${Cell} label="KVCache" share=${instance.kv_usage} text=${format.percent(instance.kv_usage)} />`}
+          <td class="wide" data-label="last 15 min"><${Strip} ...${{ name, frames, from, until }} /></td>
           <td><button class="small" data-drain=${name} disabled=${!mayChange} onClick=${() => onDrain(name, closed)}>${closed ? 'Undrain' : 'Drain'}<span class="hidden"> ${name}</span></button></td>
         </tr>`;
       })}</tbody></table></div></div>`);

@@ -83,9 +83,9 @@ export function LinkTable({ frame, chosen }) {
     <thead><tr><th scope="col">link</th><th scope="col">state</th><th scope="col">carries</th><th scope="col">of</th><th scope="col">queued</th><th scope="col">round trip</th><th scope="col">sent again</th></tr></thead>
     <tbody>${links.map(([name, link]) => html`<tr key=${name} class=${chosen === name ? 'chosen' : ''}>
       <th scope="row">${name}</th>
-      <td><span class="dot ${linkState(link)}"></span>${link.up ? link.condition : 'down'}</td>
-      <td>${format.bits(link.egress_bits_per_s)}</td><td>${format.bits(link.capacity_bits_per_s)}</td>
-      <td>${format.bytes(link.queued_bytes)}</td><td>${format.seconds(link.rtt_s)}</td>
-      <td>${link.retransmit_ratio == null ? '–' : `${(100 * link.retransmit_ratio).toFixed(2)} %`}</td>
+      <td data-label="state"><span class="dot ${linkState(link)}"></span>${link.up ? link.condition : 'down'}</td>
+      <td data-label="carries">${format.bits(link.egress_bits_per_s)}</td><td data-label="of">${format.bits(link.capacity_bits_per_s)}</td>
+      <td data-label="queued">${format.bytes(link.queued_bytes)}</td><td data-label="round trip">${format.seconds(link.rtt_s)}</td>
+      <td data-label="sent again">${link.retransmit_ratio == null ? '–' : `${(100 * link.retransmit_ratio).toFixed(2)} %`}</td>
     </tr>`)}</tbody></table></div>`;
 }

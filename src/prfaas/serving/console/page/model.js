@@ -64,3 +64,34 @@ export const LINK_STATES = {
 };
 
 export const linkState = (link) => link.up ? LINK_STATES[link.condition] || 'warn' : 'bad';
+
+const MINUTE_S = 60;
+
+// How much of each link, of each cluster's prefill and decode, and of each KVCache was in use, by one frame.
+function pressures(frame) {
+  const found = new Map();
+  const note = (key, short, what, share) => found.set(key, { short, what, share });
+  for (const [name, link] of Object.entries(frame.links)) {
+    if (link.up && link.utilisation != null) note(`link ${name}`, 'A link', `the link ${name}`, Math.min(link.utilisation, 1));
+  }
+  for (const [cluster, facts] of Object.entries(frame.clusters)) {
+    const members = Object.entries(facts.instances).filter(([, each]) => each.healthy);
+    const prefills = members.filter(([, each]) => each.role.includes('prefill'));
+    if (prefills.length) note(`prefill ${cluster}`, 'Prefill', `prefill in ${cluster}`, prefills.filter(([, each]) => each.queue > 0).length / prefills.length);
+    const decodes = members.filter(([, each]) => each.role.includes('decode') && each.decode_slots);
+    const slots = decodes.reduce((sum, [, each]) => sum + each.decode_slots, 0);
+    if (slots) note(`decode ${cluster}`, 'Decode', `decode in ${cluster}`, Math.min(decodes.reduce((sum, [, each]) => sum + (each.decoding || 0), 0) / slots, 1));
+    for (const [name, each] of members) if (each.kv_usage != null) note(`kv ${name}`, 'KVCache', `the KVCache of ${name}`, each.kv_usage);
+  }
+  return found;
+}
+
+// What was in use most over the minute before a moment; null before anything is known.
+export function bottleneck(frames, atS) {
+  const sums = new Map();
+  const seen = frames.filter((frame) => frame.at_s <= atS + 0.001 && frame.at_s > atS - MINUTE_S);
+  for (const frame of seen) {
+    for (const [key, { short, what, share }] of pressures(frame)) sums.set(key, { short, what, share: (sums.get(key)?.share || 0) + share / seen.length });
+  }
+  return [...sums.values()].sort((a, b) => b.share - a.share)[0] || null;
+}

@@ -35,13 +35,13 @@ function Row({ request, scale, chosen, pinned, onChoose, onPin }) {
   const id = request.request_id;
   const way = request.prefill == null ? '–' : request.prefill === request.decode ? request.decode : `${request.prefill} → ${request.decode}`;
   return html`<tr class=${chosen ? 'chosen' : ''} data-request=${id}>
-    <td><button class="link-like" aria-expanded=${chosen} aria-controls="explained" onClick=${() => onChoose(chosen ? null : id)}>${format.clock(request.at_s)}<span class="hidden"> explain ${id.slice(0, 8)}</span></button></td>
-    <td><span class="route ${request.route || ''}">${request.route || request.endpoint}</span> ${request.reason || ''}</td>
-    <td class="way">${way}</td>
-    <td>${format.count(request.prompt_tokens)}</td><td>${format.count(request.uncached_tokens)}</td>
-    <td>${format.seconds(request.steps.first_byte?.took_s)}</td>
+    <td data-label="at"><button class="link-like" aria-expanded=${chosen} aria-controls="explained" onClick=${() => onChoose(chosen ? null : id)}>${format.clock(request.at_s)}<span class="hidden"> explain ${id.slice(0, 8)}</span></button></td>
+    <td data-label="decision"><span class="route ${request.route || ''}">${request.route || request.endpoint}</span> ${request.reason || ''}</td>
+    <td class="way" data-label="way">${way}</td>
+    <td data-label="prompt">${format.count(request.prompt_tokens)}</td><td data-label="uncached">${format.count(request.uncached_tokens)}</td>
+    <td data-label="TTFT">${format.seconds(request.steps.first_byte?.took_s)}</td>
     <td class="wide"><${Waterfall} ...${{ request, scale }} /></td>
-    <td><span class="dot ${request.outcome === 'ok' ? 'good' : request.outcome === 'under way' ? 'none' : 'bad'}"></span>${request.outcome === 'under way' && request.waits_for ? `waits: ${request.waits_for.replace('_', ' ')}` : request.outcome.replace('_', ' ')}</td>
+    <td data-label="outcome"><span class="dot ${request.outcome === 'ok' ? 'good' : request.outcome === 'under way' ? 'none' : 'bad'}"></span>${request.outcome === 'under way' && request.waits_for ? `waits: ${request.waits_for.replace('_', ' ')}` : request.outcome.replace('_', ' ')}</td>
     <td><button class="small" aria-pressed=${pinned} onClick=${() => onPin(request)}>${pinned ? 'Unpin' : 'Pin'}<span class="hidden"> request ${id.slice(0, 8)}</span></button></td>
   </tr>`;
 }
