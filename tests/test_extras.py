@@ -196,7 +196,7 @@ def test_commands_of_the_base_installation(words: list[str]) -> None:
         (["key", str(EXAMPLES / "local.yaml")], "gateway"),
         (["pool", str(EXAMPLES / "local.yaml"), "home-pool"], "gateway"),
         (["certs", str(EXAMPLES / "local.yaml")], "gateway"),
-        (["replay", "http://127.0.0.1:9", "--poisson", "1", "--limit", "1"], "gateway"),
+        (["replay", "http://127.0.0.1:9", "--trace", "x.csv"], "gateway"),
     ],
 )
 def test_a_missing_extra_is_one_sentence(words: list[str], extra: str) -> None:
