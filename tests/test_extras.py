@@ -142,7 +142,7 @@ def test_an_extra_is_enough_for_what_it_promises(extra: str) -> None:
         ),
         (["tools/demo", "tools/doctor.py", "tools/monitoring", "tools/replay"], "gateway", set()),
         (["lab", "core/planner"], "plan", {"pandas"}),  # the extra "records"
-        (["tools/profiling"], "plan", {"aiconfigurator_core"}),  # the extra "estimate"
+        (["tools/profiling"], "plan", set()),
         (["serving/engines/vllm"], "engine", {"vllm", "torch", "setproctitle"}),  # vLLM brings the others
         (["serving/tracing"], "trace", set()),
     ],
