@@ -41,9 +41,6 @@ def demo(
         "--model",
         autocompletion=made_model_names,
     ),
-    restart: bool = option(
-        False, "Also kill and start every engine in between, and ask again: pools keep prefixes.", "--restart"
-    ),
     ready_timeout_s: ReadyTimeout = None,
 ) -> None:
     """Show that answers stay the same, and when PrfaaS pays.
@@ -82,7 +79,7 @@ def demo(
     outcome, burst = None, None
     try:
         if act != "pays":
-            outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S, restart=restart)
+            outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S)
             print_outcome(out, outcome)
         if act != "exactness":
             burst = run_burst(shown.bursting)
