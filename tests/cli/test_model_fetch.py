@@ -11,7 +11,7 @@ import pytest
 
 from prfaas.cli import main as cli
 from prfaas.cli.completions import made_model_names
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.serving.engines.tiny import tiny_model
 
 sys.path.append(str(Path(__file__).parents[1] / "serving" / "engines"))

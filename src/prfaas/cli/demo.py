@@ -58,7 +58,7 @@ def demo(
 
     from prfaas.cli.fetching import fetch_model
     from prfaas.core.deployment import load_deployment
-    from prfaas.core.deployment.examples import example_path
+    from prfaas.core.shipped import example_path
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
     from prfaas.tools.demo import DemoError, run_demo
     from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps, print_outcome
