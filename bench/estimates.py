@@ -1,15 +1,13 @@
 """How far estimates are from public measurements: the bands and the table of docs/explanation/estimates.md.
 
-Run: python bench/estimates.py [--aiconfigurator]
-
-Without options, the roofline alone. --aiconfigurator also asks the package, where it is installed.
+Run: python bench/estimates.py
 """
 
 import argparse
 import csv
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ import yaml
 from prfaas.core.latency.profile import ProfileError
 from prfaas.core.latency.roofline import Roofline, gpu
 from prfaas.core.latency.work import WEIGHT_FORMATS, model_work
-from prfaas.tools.profiling.aiconfigurator import AiconfiguratorTimes
-from prfaas.tools.profiling.estimate import EngineTimes
 
 DATA = Path(__file__).parents[1] / "tests" / "core" / "latency"
 
@@ -73,25 +69,20 @@ def models() -> dict[str, dict[str, Any]]:
     return {name: entry["config"] for name, entry in loaded.items()}
 
 
-def by_roofline(row: PublicTime) -> EngineTimes:
+def by_roofline(row: PublicTime) -> Roofline:
     """The roofline of the row's instance."""
     work = model_work(models()[row.model], row.model, WEIGHT_FORMATS[row.weights])
     return Roofline(work, gpu(row.gpu), row.ranks)
 
 
-def by_aiconfigurator(row: PublicTime) -> EngineTimes:
-    """AIConfigurator's times of the row's instance."""
-    return AiconfiguratorTimes(models()[row.model], gpu(row.gpu), row.ranks, WEIGHT_FORMATS[row.weights])
-
-
-def ratios(make: Callable[[PublicTime], EngineTimes]) -> Iterator[tuple[str, PublicTime, float]]:
+def ratios() -> Iterator[tuple[str, PublicTime, float]]:
     """(what, row, measured over estimated) for all that can be estimated."""
-    made: dict[tuple[Any, ...], EngineTimes | None] = {}
+    made: dict[tuple[Any, ...], Roofline | None] = {}
     for row in public_times():
         key = (row.model, row.gpu, row.weights, row.ranks)
         if key not in made:
             try:
-                made[key] = make(row)
+                made[key] = by_roofline(row)
             except ProfileError as error:
                 print(f"# {key}: {error}")
                 made[key] = None
@@ -107,13 +98,13 @@ def ratios(make: Callable[[PublicTime], EngineTimes]) -> Iterator[tuple[str, Pub
             print(f"# {row}: {error}")
 
 
-def print_table(name: str, make: Callable[[PublicTime], EngineTimes]) -> None:
+def print_table() -> None:
     """Measured over estimated: the ends of the band of 8 in 10, and the median, by model and GPU."""
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for what, row, ratio in ratios(make):
+    for what, row, ratio in ratios():
         for group in ("all", row.model, row.gpu, row.engine, f"{row.engine} {row.gpu}"):
             groups[what, group].append(ratio)
-    print(f"\n{name}: measured / estimated")
+    print("measured / estimated")
     print(f"{'':8} {'':16} {'rows':>5} {'P10':>6} {'P50':>6} {'P90':>6}")
     for (what, group), values in sorted(groups.items()):
         deciles = statistics.quantiles(values, n=10) if len(values) > 1 else values * 9
@@ -121,13 +112,9 @@ def print_table(name: str, make: Callable[[PublicTime], EngineTimes]) -> None:
 
 
 def main() -> None:
-    """Print what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--aiconfigurator", action="store_true")
-    asked = parser.parse_args()
-    print_table("roofline", by_roofline)
-    if asked.aiconfigurator:
-        print_table("aiconfigurator", by_aiconfigurator)
+    """Print the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    print_table()
 
 
 if __name__ == "__main__":

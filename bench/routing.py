@@ -44,7 +44,7 @@ class Row:
 def board(prfaas: int, prefill: int, decode: int, clusters: int) -> View:
     """`clusters` of each kind, all linked, with some work under way everywhere."""
     draw = random.Random(1)
-    view = View({}, {}, KvFacts(True, True, kv_bytes, kv_bytes), {}, now_s=100.0)
+    view = View({}, {}, KvFacts(True, True, kv_bytes, kv_bytes), 5.0, now_s=100.0)
     for number in range(clusters):
         far, home = f"far-{number}", f"home-{number}"
         prefillers = [InstanceView(f"{far}-{i}", far, True, False) for i in range(prfaas)]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scipy.special import stdtrit
-
+from prfaas.core.experiment import mean_and_half
 from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing
 from prfaas.lab.studies.study import StudyFigure
 
@@ -87,8 +86,7 @@ def seed_mean(values: Sequence[float]) -> SeedMean:
     middle = math.fsum(values) / len(values)
     if len(values) < 2 or not math.isfinite(middle):
         return SeedMean(middle, math.inf)
-    sd = math.sqrt(math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1))
-    return SeedMean(middle, float(stdtrit(len(values) - 1, 0.975)) * sd / math.sqrt(len(values)))
+    return SeedMean(*mean_and_half(values))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from prfaas.core.arrays import np
 from prfaas.core.deployment import load_planned
-from prfaas.core.deployment.examples import example_path
 from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.published import published_model
 from prfaas.core.latency.files import load_profile
 from prfaas.core.planner import make_plan, problem_of
+from prfaas.core.shipped import example_path
 from prfaas.core.units import BITS_PER_BYTE, MIB
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from prfaas.core.deployment import load_planned
-from prfaas.core.deployment.examples import example_path
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices, load_of
 from prfaas.core.scheduling.policy import Policy, make_policy
 from prfaas.core.scheduling.view import View
+from prfaas.core.shipped import example_path
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Study, StudySection, StudyTable
 from studies._figures import listed

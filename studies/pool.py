@@ -7,11 +7,11 @@ from typing import get_args
 
 import numpy as np
 
-from prfaas.core.deployment.examples import example_path
 from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.kv.model import KvModel
 from prfaas.core.latency.profile import LatencyProfile
 from prfaas.core.latency.service_curve import ServiceCurve
+from prfaas.core.shipped import example_path
 from prfaas.core.units import GIB, format_bytes
 from prfaas.core.workload.requests import read_requests
 from prfaas.core.workload.trace_columns import BLOCK_TOKENS

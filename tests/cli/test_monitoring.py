@@ -42,15 +42,15 @@ def test_written_files_as_json(
 def test_alerts_are_printed_or_written_and_are_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runbooks = ("--runbooks", "https://docs.example/alerts.html")
-    assert run(monkeypatch, "alerts", *runbooks) == 0
+    monkeypatch.setenv("PRFAAS_DOCS", "https://docs.example")
+    assert run(monkeypatch, "alerts") == 0
     printed = capsys.readouterr().out
-    assert run(monkeypatch, "alerts", *runbooks, "-o", str(tmp_path)) == 0
+    assert run(monkeypatch, "alerts", "-o", str(tmp_path)) == 0
     assert (tmp_path / "prfaas.rules.yaml").read_text() == printed
     capsys.readouterr()
-    assert run(monkeypatch, "alerts", *runbooks, "--json") == 0
+    assert run(monkeypatch, "alerts", "--json") == 0
     assert json.loads(capsys.readouterr().out) == yaml.safe_load(printed)
-    assert "https://docs.example/alerts.html#prfaaslinkdown" in printed
+    assert "https://docs.example/guides/alerts.html#prfaaslinkdown" in printed
 
 
 def test_the_scrape_configuration_of_a_deployment(

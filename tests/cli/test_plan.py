@@ -389,7 +389,7 @@ def test_a_verdict_on_estimates_says_what_their_error_bars_leave(
         path = changed(tmp_path, ("profile: internal-1t-h20\n", "profile: h20.yaml\n"))
         assert run(monkeypatch, "plan", path) == 0
         told = " ".join(capsys.readouterr().err.split())
-        assert "h200 measured, h20 by the roofline" in told
+        assert "h20 by estimate, h200 by measurement" in told
         assert f"worth it in {cases} cases" in told
         assert ("what decides most is how fast h20 is" in told) is (cases != "3 of 3")
 

@@ -43,14 +43,14 @@ def test_a_profile_on_stdout(
     assert (profile.name, profile.hardware, profile.gpus_per_instance) == ("minimax-m2.5-h20", "h20", 8)
     assert profile.decode is not None
     assert profile.decode.evidence.origin == profile.evidence.origin == "estimated"
-    assert "estimated by the roofline" in captured.err
+    assert "the roofline of prfaas" in profile.source and captured.err == ""
 
 
 def test_a_file_and_error_bars_beside_a_measured_profile(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "h200.yaml"
-    base = ("--estimate", "--model", config.parent, "--gpu", "h200", "--tp", 8, "--estimator", "roofline")
+    base = ("--estimate", "--model", config.parent, "--gpu", "h200", "--tp", 8)
     args = (*base, "--out", out, "--beside", "minimax-m2.5-h200", "--name", "mine")
     assert run(monkeypatch, *args) == 0
     captured = capsys.readouterr()
@@ -73,7 +73,7 @@ def test_json_has_the_same(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ("--estimate", "--model", config, "--gpu", "h200", "--tp", 8,
-            "--estimator", "roofline", "--json", "--lengths", "1024,32768",
+            "--json", "--lengths", "1024,32768",
             "--batches", "4,8", "--context", 4096, "--beside", "minimax-m2.5-h200")  # fmt: skip
     assert run(monkeypatch, *args) == 0
     document = json.loads(capsys.readouterr().out)
@@ -100,7 +100,6 @@ def test_mistakes_are_one_sentence(
         (("http://127.0.0.1:9", "--kv-dtype", "fp8"), "--kv-dtype goes with --estimate"),
         ((*base, "--kv-dtype", "int4"), "--kv-dtype: must be one of auto, bf16"),
         (("http://127.0.0.1:9", "--beside", "x"), "--beside goes with --estimate"),
-        ((*base, "--estimator", "guess"), "--estimator: must be one of auto, aiconfigurator, roofline"),
         ((*base, "--beside", "nobodys"), 'there is no profile "nobodys"'),
         ((*base, "--weights", "int3"), "--weights: must be one of bf16, fp8"),
         ((*base, "--tp", "3"), "can't be divided among 3 ranks"),

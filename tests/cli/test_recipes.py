@@ -16,9 +16,9 @@ import yaml
 from prfaas.api import simulate
 from prfaas.cli import main as cli
 from prfaas.core.deployment import load_deployment, load_planned
-from prfaas.core.deployment.examples import example_files
 from prfaas.core.kv.published import published_models
 from prfaas.core.planner import make_plan, problem_of
+from prfaas.core.shipped import example_files
 from prfaas.core.units import format_bits_per_s, format_bytes
 from prfaas.lab.report.plan_bands import doubts
 

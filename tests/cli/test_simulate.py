@@ -322,9 +322,9 @@ BAD = {
     ),
     "rows of no format": (
         ["--records", "rows.xls"],
-        "--records: rows.xls: its name must end in .parquet, .csv,",
+        "--records: rows.xls: its name must end in .csv or .csv.gz",
     ),
-    "rows nowhere": (["--records", "no/rows.csv"], "--records: no/rows.csv: there is no folder no;"),
+    "rows nowhere": (["--records", "no/rows.csv"], "--records: there is no directory "),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from prfaas.cli.common import CliError
 from prfaas.cli.site_share import share_of
 from prfaas.core.deployment import DeploymentError, load_deployment
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.serving.engines.preparation import is_here
 
 TWO = load_deployment(example_path("two-datacenters"))

@@ -34,7 +34,9 @@ PLAN = (
     "prfaas bandwidth internal-1t --gpus 32",
     "prfaas simulate paper.yaml --requests 500 --records rows.csv.gz",
 )
-RECORDS = ("prfaas simulate paper.yaml --requests 500 --records rows.parquet",)
+RECORDS = (
+    "python -c 'from prfaas import api; api.simulate(api.example_path(\"paper\"), requests=50).to_dataframe()'",
+)
 GATEWAY = (
     "python -c 'import prfaas.serving.gateway.server, prfaas.serving.control.plane, prfaas.tools.replay'",
     "python -c 'import prfaas.serving.engines.synthetic.server, prfaas.tools.demo, prfaas.tools.doctor'",
@@ -55,17 +57,14 @@ REFUSED = {
     "": {"prfaas plan paper.yaml": ".[plan]", "prfaas doctor local.yaml": ".[gateway]"},
     "engine": {"prfaas simulate paper.yaml": ".[plan]"},
     "gateway": {"prfaas plan paper.yaml --plot plots": ".[plan]"},
-    "plan": {
-        "prfaas demo": ".[gateway]",
-        "prfaas simulate paper.yaml --records rows.parquet": ".[records]",
-    },
+    "plan": {"prfaas demo": ".[gateway]"},
 }
 # Not in an environment that has no use for them.
 UNWANTED = {
     "": ("numpy", "aiohttp", "vllm"),
     "engine": ("scipy", "matplotlib", "aiohttp", "vllm"),
     "gateway": ("matplotlib", "vllm"),
-    "plan": ("tokenizers", "httptools", "vllm", "pandas", "pyarrow"),
+    "plan": ("tokenizers", "httptools", "vllm", "pandas"),
     "all": ("vllm",),
 }
 LOWEST = "lowest"

@@ -91,7 +91,7 @@ def _estimated(model: str) -> "LatencyProfile":
 
     from prfaas.tools.profiling.estimate import EstimatePlan, estimate
 
-    speed = estimate(EstimatePlan(Path(model), "h200", 8, batches=(), estimator="roofline")).profile
+    speed = estimate(EstimatePlan(Path(model), "h200", 8, batches=())).profile
     low, high = speed.evidence.band or (1.0, 1.0)
     typer.echo(
         f"No profile comes with prfaas: estimated; measured times are {low:g} to {high:g} times these.",

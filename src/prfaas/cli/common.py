@@ -136,14 +136,9 @@ def write_text(path: Path, text: str) -> None:
 
 def print_json(document: Any) -> None:
     """One document on stdout; infinities and what is no number become null."""
-    typer.echo(json_text(document))
-
-
-def json_text(document: Any) -> str:
-    """The text that `print_json` prints."""
     import json
 
-    return json.dumps(_finite(document), indent=2, allow_nan=False)
+    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:

@@ -52,7 +52,7 @@ def trace_formats() -> list[str]:
 
 def recipe_names() -> list[str]:
     """Of deployment files for models that people run."""
-    from prfaas.core.deployment.examples import example_files
+    from prfaas.core.shipped import example_files
 
     return [path.stem for path in example_files("recipes").values()]
 

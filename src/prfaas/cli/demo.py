@@ -41,9 +41,6 @@ def demo(
         "--model",
         autocompletion=made_model_names,
     ),
-    restart: bool = option(
-        False, "Also kill and start every engine in between, and ask again: pools keep prefixes.", "--restart"
-    ),
     ready_timeout_s: ReadyTimeout = None,
 ) -> None:
     """Show that answers stay the same, and when PrfaaS pays.
@@ -61,7 +58,7 @@ def demo(
 
     from prfaas.cli.fetching import fetch_model
     from prfaas.core.deployment import load_deployment
-    from prfaas.core.deployment.examples import example_path
+    from prfaas.core.shipped import example_path
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
     from prfaas.tools.demo import DemoError, run_demo
     from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps, print_outcome
@@ -82,7 +79,7 @@ def demo(
     outcome, burst = None, None
     try:
         if act != "pays":
-            outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S, restart=restart)
+            outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S)
             print_outcome(out, outcome)
         if act != "exactness":
             burst = run_burst(shown.bursting)

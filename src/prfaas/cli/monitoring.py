@@ -42,26 +42,21 @@ def grafana(
 
 
 @monitoring.command()
-@with_options
-def alerts(
-    folder: Folder = None,
-    runbooks: str | None = option(
-        None, "Where the guide of alerts is served, to which each alert links.", metavar="URL"
-    ),
-    as_json: AsJson = False,
-) -> None:
+def alerts(folder: Folder = None, as_json: AsJson = False) -> None:
     """Print or write the alert rules for Prometheus (`rule_files`), as prfaas.rules.yaml.
 
-    Example: prfaas monitoring alerts -o rules --runbooks https://docs.example.org/guides/alerts.html
+    Each links to the guide of alerts, where messages find pages (PRFAAS_DOCS).
+
+    Example: prfaas monitoring alerts -o rules
     """
     from prfaas.tools.monitoring.alerts import rules, rules_yaml
 
     if folder is not None:
-        _write(folder, {"prfaas.rules.yaml": rules_yaml(runbooks)}, as_json)
+        _write(folder, {"prfaas.rules.yaml": rules_yaml()}, as_json)
     elif as_json:
-        print_json(rules(runbooks))
+        print_json(rules())
     else:
-        typer.echo(rules_yaml(runbooks), nl=False)
+        typer.echo(rules_yaml(), nl=False)
 
 
 @monitoring.command()

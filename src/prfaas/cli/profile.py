@@ -33,7 +33,6 @@ class EstimateOptions:
     tp: int = option(1, "Estimate: GPUs that share every layer.", min=1)
     weights: str | None = option(None, "Estimate: bf16, fp8, int4, nvfp4, …; default: as in config.json.")
     kv_dtype: str | None = option(None, f"Estimate: {KV_DTYPE_HELP}")
-    estimator: str = option("auto", "Estimate: auto, aiconfigurator (measured kernels) or roofline.")
     beside: str | None = option(
         None,
         "Estimate: put it beside this measured profile.",
@@ -56,18 +55,13 @@ class EstimateOptions:
         context: int | None,
         name: str | None,
     ) -> "EstimatePlan":
-        """The estimate that is asked for. Raises CliError without a model or a GPU, and for an unknown estimator."""
-        from typing import cast, get_args
-
-        from prfaas.tools.profiling.estimate import CONTEXT_TOKENS, EstimatePlan, Estimator
+        """The estimate that is asked for. Raises CliError without a model or a GPU."""
+        from prfaas.tools.profiling.estimate import CONTEXT_TOKENS, EstimatePlan
 
         if model is None or self.gpu is None:
             raise CliError(
                 "--estimate needs --model NAME (or its config.json) and --gpu NAME (for example h200)"
             )
-        known = get_args(Estimator)
-        if self.estimator not in known:
-            raise CliError(f'--estimator: must be one of {", ".join(known)}, not "{self.estimator}"')
         return EstimatePlan(
             Path(model),
             self.gpu,
@@ -77,7 +71,6 @@ class EstimateOptions:
             context_tokens=CONTEXT_TOKENS if context is None else context,
             weights=self.weights,
             dtypes=cache_dtypes(self.kv_dtype),
-            estimator=cast("Estimator", self.estimator),
             name=name,
         )
 

@@ -9,10 +9,11 @@ import typer
 
 from prfaas.cli.common import AsJson, CliError, console, print_json
 from prfaas.cli.option_groups import argument, option, options_of_panel, with_options
-from prfaas.cli.replay_source import FittingRequests, Source, SourceOptions, shown_replay, source_of
+from prfaas.cli.replay_source import FittingRequests, TrafficAsked, shown_replay
 from prfaas.cli.trace_options import TraceAsked
 
 if TYPE_CHECKING:
+    from prfaas.core.workload.traffic import ReplayedTraffic
     from prfaas.tools.replay import ReplayOptions, ReplayResult
 
 _sending_option = options_of_panel("Sending")
@@ -26,7 +27,7 @@ class ReplayExtent:
 
     limit: int | None = option(None, "Send so many requests.", min=1)
     duration_s: float | None = option(None, "Send for so many seconds.")
-    seed: int = option(0, "Another seed, other made-up traffic and jitter.", min=0)
+    seed: int = option(0, "Another seed, other jitter.", min=0)
     max_input_tokens: int | None = option(None, "Leave out longer prompts.")
     records: Path | None = option(None, "Write a line of JSON per request as it ends.", metavar="FILE")
 
@@ -65,13 +66,13 @@ def replay(
         ..., "An OpenAI-compatible server, for example http://127.0.0.1:8000.", metavar="URL"
     ),
     *,
-    asked: SourceOptions,
+    asked: TrafficAsked,
     asked_trace: TraceAsked,
     extent: ReplayExtent,
     sending: SendingAsked,
     as_json: AsJson = False,
 ) -> None:
-    """Send recorded or made-up requests at their times, and say how they fared.
+    """Send recorded requests at their times, and say how they fared.
 
     Prompts are made of token ids; where a trace says that prompts begin alike, they do. Nobody waits for an answer
     before the next request is sent. Ends with 1 if a request had no whole answer.
@@ -82,10 +83,9 @@ def replay(
 
     from prfaas.tools.replay import ReplayError
 
-    source = source_of(asked, asked_trace)
-    if source.total is None and extent.limit is None and extent.duration_s is None:
-        raise CliError("made-up traffic has no end; give --limit or --duration-s")
-    run = _Run(source, sending.options(), extent)
+    traffic = asked.traffic(asked_trace.read())
+    notes = tuple(asked.notes(traffic))
+    run = _Run(traffic, notes, sending.options(), extent)
     try:
         result = uvloop.run(run.replayed(url, sending.model))
     except ReplayError as error:
@@ -94,7 +94,7 @@ def replay(
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
     if as_json:
-        print_json(result.to_json() | {"left_out": run.left_out, "notes": [*source.notes]})
+        print_json(result.to_json() | {"left_out": run.left_out, "notes": [*notes]})
     else:
         _print(result)
     if result.lost:
@@ -105,7 +105,8 @@ def replay(
 class _Run:
     """One replay: what is sent, how, and how much of it."""
 
-    source: "Source"
+    traffic: "ReplayedTraffic"
+    notes: tuple[str, ...]
     options: "ReplayOptions"
     extent: ReplayExtent
     left_out: int = 0
@@ -117,12 +118,12 @@ class _Run:
 
         async with aiohttp.ClientSession() as session:
             target = await find_target(session, url, model)
-        for note in self.source.notes:
+        for note in self.notes:
             typer.echo(note, err=True)
         fitting = self._fitting(target.max_model_len)
-        total = self.source.total if self.extent.limit is None else self.extent.limit
-        if self.source.total is not None and total is not None:
-            total = min(total, self.source.total)
+        total = len(self.traffic.trace) * (self.traffic.rounds or 1)
+        if self.extent.limit is not None:
+            total = min(total, self.extent.limit)
         with shown_replay(total, self.extent.records) as shown:
             result = await replay(
                 target, islice(fitting, self.extent.limit), self.options, shown.ended, shown.due
@@ -137,7 +138,7 @@ class _Run:
 
         from prfaas.core.workload.traffic import take
 
-        chunks = self.source.traffic.chunks(np.random.default_rng(self.extent.seed))
+        chunks = self.traffic.chunks(np.random.default_rng(self.extent.seed))
         fitting = take(chunks, until_s=self.extent.duration_s)
         return FittingRequests(fitting, self.extent.max_input_tokens, max_model_len)
 

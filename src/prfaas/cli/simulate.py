@@ -15,7 +15,6 @@ from prfaas.cli.common import (
     CliError,
     DeploymentPath,
     console,
-    json_text,
     made_folder,
     print_json,
     progress_bar,
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prfaas.cli.simulate_inputs import SimulatedTraffic
-    from prfaas.lab.report.records import RecordsFile
     from prfaas.lab.report.simulation import SimulationReport
     from prfaas.lab.simulator.result import Result
     from prfaas.lab.simulator.scenario import Scenario
@@ -165,7 +163,7 @@ def simulate(
         None, "Write DIR/index.html, one self-contained page with plots.", metavar="DIR"
     ),
     records: Path | None = option(
-        None, "Write a row per request to FILE.parquet, .csv, .csv.gz, .jsonl or .jsonl.gz.", metavar="FILE"
+        None, "Write a row per request to FILE.csv or FILE.csv.gz.", metavar="FILE"
     ),
     as_json: AsJson = False,
 ) -> None:
@@ -178,11 +176,11 @@ def simulate(
     """
     from prfaas.cli.simulate_inputs import (
         caches_asked,
+        check_records,
         failures_of,
         links_asked,
         parse_changes,
         policies_of,
-        records_file,
         scenario_for,
         traffic_asked,
     )
@@ -208,7 +206,7 @@ def simulate(
     traffic = traffic_asked(arriving, rate_rps, bursts=arrivals.bursts, diurnal=arrivals.diurnal)
     _check_any(traffic, arrivals.seed, length.duration)
     folder = None if report is None else made_folder(report)
-    rows = records_file(records)
+    check_records(records)
     scenarios = [
         scenario_for(planned, name, params, caches, links, pools, failures=failures)
         for name, params in asked.items()
@@ -239,21 +237,19 @@ def simulate(
         repeats={name: [each[name].summary() for each in others] for name in results} if others else {},
         command=shlex.join(["prfaas", *sys.argv[1:]]),
     )
-    _show(shown, folder, rows, as_json=as_json)
+    _show(shown, folder, records, as_json=as_json)
 
 
-def _show(
-    shown: "SimulationReport", folder: Path | None, rows: "RecordsFile | None", *, as_json: bool
-) -> None:
+def _show(shown: "SimulationReport", folder: Path | None, records: Path | None, *, as_json: bool) -> None:
+    from prfaas.lab.report.records import write_records
     from prfaas.lab.report.simulation import print_simulation
 
     if folder is not None:
         from prfaas.lab.report.simulation_figures import simulation_page
 
         write_text(folder / "index.html", simulation_page(shown))
-    if rows is not None:
-        count = rows.write(shown.results, json_text(shown.to_json()))
-        typer.echo(f"wrote {rows.path}: {count:,} rows", err=True)
+    if records is not None:
+        typer.echo(f"wrote {records}: {write_records(records, shown.results):,} rows", err=True)
     if as_json:
         print_json(shown.to_json())
     else:

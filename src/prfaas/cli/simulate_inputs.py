@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prfaas.cli.common import CliError, field_number
+from prfaas.cli.common import CliError, check_target, field_number
 from prfaas.cli.trace_options import beyond
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import PlanProblem
@@ -19,7 +19,6 @@ from prfaas.core.units import parse_bytes
 from prfaas.core.workload.arrivals import BURST, CALM, Arrivals, Diurnal, Mmpp
 from prfaas.core.workload.lengths import WorkloadError
 from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic, Traffic
-from prfaas.lab.report.records import RecordsFile
 from prfaas.lab.simulator.capacity import CapacityProcess, Fluctuating
 from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.simulator.prefix_caches import CacheOptions
@@ -182,19 +181,11 @@ def _notes(recording: Recording, traffic: ReplayedTraffic, described: dict[str, 
     )
 
 
-def records_file(path: Path | None) -> RecordsFile | None:
-    """From `--records`: where a row per request goes.
-
-    Raises:
-        CliError: no such folder or format, or Parquet without pyarrow.
-    """
-    if path is None:
-        return None
-
-    try:
-        return RecordsFile.at(path)
-    except ValueError as error:
-        raise CliError(f"--records: {error}") from None
+def check_records(path: Path | None) -> None:
+    """Raises CliError, before a long simulation, where `--records` could not be written after it."""
+    check_target(path, "--records")
+    if path is not None and not path.name.lower().endswith((".csv", ".csv.gz")):
+        raise CliError(f"--records: {path}: its name must end in .csv or .csv.gz")
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, float]:

@@ -55,7 +55,7 @@ def study(
     Example: prfaas study bandwidth --out out
     """
     from prfaas.core.deployment import load_planned
-    from prfaas.core.deployment.examples import example_path
+    from prfaas.core.shipped import example_path
     from prfaas.core.workload.requests import read_requests
     from prfaas.lab.studies import context_of, page_of
 

@@ -26,7 +26,6 @@ def worth(
     hours: float = option(
         24.0, "Of so many hours until now; 0: all there is.", "--hours", metavar="H", min=0.0
     ),
-    export: Path | None = option(None, "Write the rows themselves to this file.", "--csv", metavar="FILE"),
     as_json: AsJson = False,
 ) -> None:
     """Say what offloading was worth: TTFT and GPU-seconds spared, egress paid, and how far predictions were off.
@@ -46,8 +45,6 @@ def worth(
             stack.callback(ledger.close)
         total, rows = worth_of(ledgers, since_s=since_s), worth_of(ledgers, by, since_s)
         compared = effects(ledgers, since_s)
-        if export is not None:
-            _export(ledgers, since_s, export)
     if as_json:
         print_json(
             {
@@ -89,20 +86,6 @@ def _ledgers(files: list[Path]) -> list[Path]:
             )
         found.append(ledger.file)
     return found
-
-
-def _export(ledgers: list[Any], since_s: float, path: Path) -> None:
-    import csv
-
-    from prfaas.core.ledger import COLUMNS
-
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for ledger in ledgers:
-            writer.writerows(
-                ledger.execute("SELECT * FROM requests WHERE at_s >= ? ORDER BY at_s", (since_s,))
-            )
 
 
 def _document(row: "Worth") -> dict[str, Any]:

@@ -6,8 +6,9 @@ slices say what all of them are. What a slice leaves behind is waited out at the
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Literal
 
 Arm = Literal["as-is", "other"]
@@ -86,8 +87,6 @@ class Effect:
 
 def effect(slices: Iterable[SliceMean]) -> Effect | None:
     """The mean difference of the pairs whose slices are both there; None with fewer than three."""
-    from scipy.special import stdtrit
-
     arms: dict[int, dict[str, float]] = {}
     for each in slices:
         if each.requests >= _LEAST_REQUESTS:
@@ -95,11 +94,17 @@ def effect(slices: Iterable[SliceMean]) -> Effect | None:
     pairs = [(pair["as-is"], pair["other"]) for pair in arms.values() if len(pair) == 2]
     if len(pairs) < _LEAST_PAIRS:
         return None
-    count = len(pairs)
-    as_is_s, other_s = (sum(side) / count for side in zip(*pairs, strict=True))
-    spread = sum((other - as_is - (other_s - as_is_s)) ** 2 for as_is, other in pairs) / (count - 1)
-    half_s = float(stdtrit(count - 1, 0.975)) * math.sqrt(spread / count)
-    return Effect(pairs=count, as_is_s=as_is_s, other_s=other_s, half_s=half_s)
+    as_is_s, other_s = map(fmean, zip(*pairs, strict=True))
+    _, half_s = mean_and_half([other - as_is for as_is, other in pairs])
+    return Effect(pairs=len(pairs), as_is_s=as_is_s, other_s=other_s, half_s=half_s)
+
+
+def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of two numbers or more, and half of its 95 % interval (Student's t)."""
+    from scipy.special import stdtrit
+
+    count = len(values)
+    return fmean(values), float(stdtrit(count - 1, 0.975)) * stdev(values) / math.sqrt(count)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import DeploymentError, load_deployment
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 
 TEXT = example_path("two-datacenters.yaml").read_text(encoding="utf-8")
 LONG = "x" * 100_000

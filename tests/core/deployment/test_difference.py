@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, Instance, difference, load_deployment
-from prfaas.core.deployment.examples import example_path
 from prfaas.core.deployment.pool import PoolSpace
 from prfaas.core.deployment.section import FieldFacts, fields_of
+from prfaas.core.shipped import example_path
 
 TEXT = """
 name: two

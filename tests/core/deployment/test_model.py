@@ -7,9 +7,9 @@ from typing import Any, get_args
 import pytest
 
 from prfaas.core.deployment import Deployment, load_deployment
-from prfaas.core.deployment.examples import example_path
 from prfaas.core.kv.dtypes import CacheDtypes, KvCacheDtype, ModelDtype
 from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.shipped import example_path
 from prfaas.serving.control.planning_inputs import kv_facts, kv_model_of
 from prfaas.serving.engines.tiny import tiny_config
 

@@ -18,7 +18,6 @@ from prfaas.core.deployment import (
     load_deployment,
     load_planned,
 )
-from prfaas.core.deployment.examples import example_path
 from prfaas.core.deployment.model import (
     HUB_NAME,
     REVISION,
@@ -29,6 +28,7 @@ from prfaas.core.deployment.model import (
     trained_folder,
 )
 from prfaas.core.kv.hf_config import model_from_file
+from prfaas.core.shipped import example_path
 from prfaas.serving.engines.tiny import tiny_config
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from prfaas.core.deployment import PlannedDeployment, load_planned
-from prfaas.core.deployment.examples import example_path
 from prfaas.core.planner import Plan, make_plan, problem_of
+from prfaas.core.shipped import example_path
 from prfaas.lab.report.plan_figures import kv_throughput_curves
 
 

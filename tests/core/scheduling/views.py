@@ -57,7 +57,7 @@ def board(
         links = [link("far", "pd"), link("pd", "far")]
     thresholds = {name: threshold for name, cluster in clusters.items() if cluster.kind == "pd"}
     facts = KvFacts(hybrid, can_skip, kv_bytes, kv_bytes)
-    return View(clusters, {(each.source, each.target): each for each in links}, facts, thresholds, NOW_S)
+    return View(clusters, {(each.source, each.target): each for each in links}, facts, 5.0, thresholds, NOW_S)
 
 
 def small(**facts: object) -> View:
@@ -230,7 +230,7 @@ def views(draw: st.DrawFn, *, max_pd: int = 2) -> View:
     facts = KvFacts(draw(st.booleans()), draw(st.booleans()), kv_bytes, kv_bytes)
     pairs = st.tuples(st.sampled_from(names), st.sampled_from(names)).filter(lambda pair: pair[0] != pair[1])
     blocked = frozenset(draw(st.sets(pairs, max_size=6)) if len(names) > 1 and draw(st.booleans()) else ())
-    return View(clusters, links, facts, thresholds, NOW_S, avoid=avoid, blocked=blocked)
+    return View(clusters, links, facts, 5.0, thresholds, NOW_S, avoid=avoid, blocked=blocked)
 
 
 @st.composite

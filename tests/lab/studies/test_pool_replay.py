@@ -5,7 +5,7 @@ import pytest
 from studies._traffic import ChatsAndDocuments
 from studies.pool import PoolReplay
 
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.core.units import GIB
 from prfaas.core.workload.requests import read_requests
 from prfaas.core.workload.traffic import ReplayedTraffic

@@ -43,6 +43,7 @@ class World:
             },
             {("east", "home"): LinkView("east", "home", 8000.0)},
             KvFacts(False, True, lambda *_: 0, lambda *_: 0),
+            5.0,
             now_s=self.now_s,
         )
         self.state = ClusterState(view, clock=lambda: self.now_s, on_service=lambda *_: None)

@@ -380,10 +380,6 @@ class StandInEngine:
             f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",engine="0",kv_cache_size_tokens="64000"}} 1.0\n'
         )
 
-    def asked(self) -> list[Seen]:
-        """The gateway's questions whether a request would be taken."""
-        return [s for s in self.generated() if s.body.get("max_tokens") == 1]
-
     def _ids(self, body: dict[str, Any]) -> list[int]:
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         if given is not None and "messages" in body:

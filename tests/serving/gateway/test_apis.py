@@ -322,12 +322,9 @@ def test_what_the_engine_would_refuse_is_refused_before_anything_moves(in_world:
             response, answer = await world.post(path, body)
             assert response.status == 400 and "temperature" in answer["error"]["message"]
         assert world.remote.generated() == [] and world.decode.loaded == []
-        # What is unusual, but taken, is asked about once.
-        for _ in range(2):
-            response, _ = await world.post(path, BODIES[path] | {"top_k": -1, "watermarking": True})
-            assert response.status == 200 and route_of(response)["route"] == "offload"
-        asked = [s for s in world.decode.generated() if s.body.get(LIMITS[path]) == 1]
-        assert len(asked) == 1 and all(s.body["kv_transfer_params"]["prompt_token_ids"] for s in asked)
+        # What is unusual, but taken, goes its way.
+        response, _ = await world.post(path, BODIES[path] | {"top_k": -1, "watermarking": True})
+        assert response.status == 200 and route_of(response)["route"] == "offload"
 
     in_world(body)
 

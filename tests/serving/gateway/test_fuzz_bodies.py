@@ -21,7 +21,7 @@ from prfaas.serving.gateway.prompts.prompt import (
     wants_usage,
     why_whole,
 )
-from prfaas.serving.gateway.prompts.validation import unusual_fields
+from prfaas.serving.gateway.prompts.request import unusual_fields
 
 FUZZ = settings(max_examples=300, deadline=None)
 

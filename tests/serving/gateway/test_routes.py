@@ -96,7 +96,7 @@ def test_text_is_tokenized_here_and_reaches_the_decode_engine_unchanged(in_world
         fields = {"stop": ["x"], "logprobs": 2, "seed": 5, "response_format": {"type": "json_object"}}
         route, answer = await world.complete(text, **fields)
         assert route["route"] == "offload"
-        _question, decoded = world.decode.generated()
+        (decoded,) = world.decode.generated()
         sent = dict(decoded.body)
         assert list(sent.pop("kv_transfer_params")) == ["prfaas"]
         assert sent == {"model": "stand-in", "prompt": text, **fields}
@@ -128,7 +128,7 @@ def test_a_chat_with_tools_is_rendered_by_the_engine_and_keeps_its_messages(in_w
             "tool_choice": "auto",
         }
         response, _ = await world.post("/v1/chat/completions", chat)
-        _question, decoded = world.decode.generated()
+        (decoded,) = world.decode.generated()
         assert decoded.body["kv_transfer_params"].keys() == {"prfaas", "prompt_token_ids"}
         assert {k: decoded.body[k] for k in chat} == chat
         assert route_of(response)["route"] == "offload"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from prfaas.core.deployment import CONTROL, TOOLS, load_deployment
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.serving.engines.command import kv_transfer_config
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.transport.observer import Observer

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from prfaas.core.deployment import DeploymentError
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.tools.emit.blueprint import read_blueprint
 from prfaas.tools.emit.compose import compose_files
 from prfaas.tools.emit.writing import write_files

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from tests.tools.emit.random_files import blueprint_of, deployment_fields
 
 from prfaas.core.deployment import Deployment, load_deployment
-from prfaas.core.deployment.examples import example_path
 from prfaas.core.deployment.peers import peers_of
+from prfaas.core.shipped import example_path
 from prfaas.tools.emit.blueprint import Blueprint, EmittedFile, read_blueprint
 from prfaas.tools.emit.compose import compose_files
 from prfaas.tools.emit.kubernetes import kubernetes_files

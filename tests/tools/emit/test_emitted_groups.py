@@ -3,7 +3,7 @@
 import kubernetes_validate
 from tests.tools.emit.test_emitted import objects_of
 
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.tools.emit.blueprint import read_blueprint
 from prfaas.tools.emit.kubernetes import kubernetes_files
 from prfaas.tools.emit.ports import ports_table

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from prfaas.core.deployment import DeploymentError, load_deployment
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.tools.emit.blueprint import read_blueprint
 from prfaas.tools.emit.compose import compose_files
 from prfaas.tools.emit.unit import systemd_files

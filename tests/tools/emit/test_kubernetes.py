@@ -14,7 +14,7 @@ from tests.tools.emit.random_files import blueprint_of, deployment_fields
 from tests.tools.emit.test_emitted import made, objects_of
 
 from prfaas.core.deployment import DeploymentError
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.serving.secret_files import load_token
 from prfaas.serving.transport.ticket import create_key, load_key
 from prfaas.tools.emit.blueprint import read_blueprint

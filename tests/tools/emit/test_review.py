@@ -18,7 +18,7 @@ from tests.tools.emit.test_emitted import made, objects_of
 from tests.tools.emit.test_kubernetes import OURS, Fields, example, objects, pod
 
 from prfaas.core.deployment import DeploymentError, load_deployment
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.tools.emit.health import health_code
 from prfaas.tools.emit.kubernetes import kubernetes_files

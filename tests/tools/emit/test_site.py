@@ -3,7 +3,7 @@
 import pytest
 
 from prfaas.core.deployment import GATEWAY, DeploymentError, is_loopback, load_deployment
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.tools.emit.openings import CLIENTS, OPERATORS, openings_of
 from prfaas.tools.emit.site import gateway_site, site_named, sites_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.tools.emit.blueprint import read_blueprint
 from prfaas.tools.emit.unit import systemd_files
 from prfaas.tools.emit.writing import write_files

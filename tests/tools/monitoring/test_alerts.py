@@ -116,7 +116,8 @@ def test_the_guide_has_a_section_for_each_alert() -> None:
     ] == [(name, WORDS[alert["labels"]["severity"]], alert.get("for")) for name, alert in BY_NAME.items()]
 
 
-def test_each_alert_links_to_its_section() -> None:
-    (group,) = rules("https://docs.example/alerts.html")["groups"]
+def test_each_alert_links_to_its_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRFAAS_DOCS", "https://docs.example")
+    (group,) = rules()["groups"]
     links = [rule["annotations"]["runbook_url"] for rule in group["rules"]]
-    assert links == [f"https://docs.example/alerts.html#{name.lower()}" for name in BY_NAME]
+    assert links == [f"https://docs.example/guides/alerts.html#{name.lower()}" for name in BY_NAME]

@@ -1,8 +1,7 @@
-"""Estimated profiles: which estimator, what the file says of itself, and the estimate beside a measured one."""
+"""Estimated profiles: what the file says of itself, and the estimate beside a measured one."""
 
 import json
 import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from prfaas.core.latency.files import load_profile, profile_text, save_profile
 from prfaas.core.latency.profile import ProfileError
 from prfaas.core.latency.roofline import REQUEST_S, Roofline, gpu
 from prfaas.core.latency.work import model_work
-from prfaas.tools.profiling import aiconfigurator
 from prfaas.tools.profiling.estimate import EstimatePlan, beside, estimate
 
 MODELS: dict[str, Any] = yaml.safe_load(
@@ -28,7 +26,6 @@ MODELS: dict[str, Any] = yaml.safe_load(
 def without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without aiconfigurator-core."""
     monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
-    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk", None)
 
 
 def config(directory: Path, model: str, **more: object) -> Path:
@@ -52,16 +49,13 @@ def test_a_profile_that_says_that_it_is_estimated(tmp_path: Path) -> None:
     for evidence in (profile.evidence, profile.decode.evidence):
         assert evidence.origin == "estimated"
         assert evidence.band is not None
-    assert made.notes == (
-        "aiconfigurator-core is not installed: pip install '.[estimate]' in a checkout of prfaas; "
-        "estimated by the roofline",
-    )
+    assert made.notes == ()
 
 
 def test_an_fp8_cache_is_read_faster_and_more_of_it_fits(tmp_path: Path) -> None:
     path, batches = config(tmp_path, "minimax-m2.5"), (1, 64)
     plan = EstimatePlan(path, "h200", 8, batches=batches, context_tokens=32_768)
-    whole = estimate(replace(plan, estimator="roofline"))
+    whole = estimate(plan)
     half = estimate(replace(plan, dtypes=CacheDtypes("fp8")))
     assert whole.profile.decode is not None and half.profile.decode is not None
     for (batch, slow_s), (_, fast_s) in zip(
@@ -70,9 +64,6 @@ def test_an_fp8_cache_is_read_faster_and_more_of_it_fits(tmp_path: Path) -> None
         assert fast_s < slow_s, batch
     assert half.profile.prefill == whole.profile.prefill
     assert half.profile.source == f"{whole.profile.source}, KVCache in fp8"
-    assert half.notes == (
-        "aiconfigurator is only asked about caches of the engine's own dtype; estimated by the roofline",
-    )
     rooms = []
     for dtype in ("auto", "fp8"):
         with pytest.raises(ProfileError, match="has memory for") as told:
@@ -100,7 +91,7 @@ def test_quantization_in_a_file_beside_the_config_counts(tmp_path: Path) -> None
     ("gpu", "ranks", "is_told"), [("h200", 8, False), ("h200", 16, True), ("gb200", 16, False)]
 )
 def test_more_gpus_than_a_machine_has_are_told(tmp_path: Path, gpu: str, ranks: int, is_told: bool) -> None:
-    made = estimate(EstimatePlan(config(tmp_path, "deepseek-r1"), gpu, ranks, estimator="roofline"))
+    made = estimate(EstimatePlan(config(tmp_path, "deepseek-r1"), gpu, ranks))
     told = [f"{ranks} {gpu} are more than the 8 of one machine" in note for note in made.notes]
     assert any(told) == is_told
 
@@ -115,7 +106,7 @@ def test_it_survives_the_file(tmp_path: Path) -> None:
 def test_batches_end_where_memory_does(tmp_path: Path) -> None:
     path = config(tmp_path, "minimax-m2.5")
     # 230 GB of weights leave little of 4 × 72 GB for requests of 254 kB a token.
-    made = estimate(EstimatePlan(path, "h100", 4, estimator="roofline"))
+    made = estimate(EstimatePlan(path, "h100", 4))
     assert made.notes == ()
     assert made.profile.range_batch[1] == 32
     with pytest.raises(
@@ -142,82 +133,11 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         estimate(EstimatePlan(path, "l40s", 8))
     with pytest.raises(ProfileError, match="--weights: must be one of bf16, fp8"):
         estimate(EstimatePlan(path, "h200", 8, weights="int3"))
-    with pytest.raises(ProfileError, match="aiconfigurator-core is not installed"):
-        estimate(EstimatePlan(path, "h200", 8, estimator="aiconfigurator"))
     with pytest.raises(ProfileError, match=r"nowhere: there is no such file; name"):
         estimate(EstimatePlan(tmp_path / "nowhere", "h200", 8))
     (path / "config.json").write_text('{"model_type": "rwkv"}')
     with pytest.raises(ConfigError, match="rwkv"):
         estimate(EstimatePlan(path, "h200", 8))
-
-
-class StandInEngine:
-    """Has the two calls of aiconfigurator's engine; batches of 64 it has not measured."""
-
-    compiled: tuple[Any, ...] = ()
-
-    @classmethod
-    def compile(cls, directory: str, system: str, backend: str, **options: Any) -> "StandInEngine":
-        model = json.loads((Path(directory) / "config.json").read_text())["model_type"]
-        cls.compiled = (model, system, backend, options)
-        return cls()
-
-    def predict_prefill_latency(self, batch: int, tokens: int) -> float:
-        return batch * tokens / 10
-
-    def predict_decode_latency(self, batch: int, context_tokens: int) -> float:
-        if batch == 64:
-            raise RuntimeError("no\nmeasurement  near")
-        return 5 + batch / 10 + context_tokens / 10_000
-
-
-@pytest.fixture
-def with_the_package(monkeypatch: pytest.MonkeyPatch, without_the_package: None) -> None:
-    sdk = types.SimpleNamespace(EngineHandle=StandInEngine)
-    monkeypatch.setitem(sys.modules, "aiconfigurator_core", types.SimpleNamespace(sdk=sdk))
-    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk", sdk)
-    monkeypatch.setattr(aiconfigurator, "version", lambda: "0.12.0")
-
-
-@pytest.mark.usefixtures("with_the_package")
-def test_aiconfigurator_is_asked_first(tmp_path: Path) -> None:
-    plan = EstimatePlan(config(tmp_path, "minimax-m2.5"), "h200", 8, (1000, 2000), (1, 8), 1000, "fp8")
-    made = estimate(plan)
-    assert made.notes == ()
-    assert made.profile.source.startswith(
-        "Estimated, not measured: aiconfigurator-core 0.12.0, vLLM on h200;"
-    )
-    # It answers in milliseconds, and knows nothing of the 60 ms of a request.
-    assert made.profile.prefill.points == ((1000, 0.16), (2000, 0.26))
-    assert made.profile.decode is not None
-    assert made.profile.decode.curve.points == ((1, 0.0052), (8, 0.0059))
-    assert made.profile.evidence.band == aiconfigurator.PREFILL_BAND
-    model, system, backend, options = StandInEngine.compiled
-    assert (model, system, backend) == ("minimax_m2", "h200_sxm", "vllm")
-    assert (options["tp_size"], options["moe_tp_size"], options["gemm_quant_mode"]) == (8, 8, None)
-    # Its own reading of the file tells kinds of fp8 apart; other formats are said.
-    estimate(replace(plan, weights="nvfp4"))
-    assert StandInEngine.compiled[3]["moe_quant_mode"] == "nvfp4"
-
-
-@pytest.mark.usefixtures("with_the_package")
-def test_what_aiconfigurator_lacks_is_the_rooflines(tmp_path: Path) -> None:
-    path = config(tmp_path, "minimax-m2.5")
-    for plan, reason in (
-        (
-            EstimatePlan(path, "h200", 8, batches=(64,)),
-            "aiconfigurator can't estimate it (no measurement near)",
-        ),
-        (EstimatePlan(path, "h20", 8), 'aiconfigurator has no measurements of "h20"'),
-    ):
-        made = estimate(plan)
-        (note,) = made.notes
-        assert note.startswith(reason)
-        assert note.endswith("; estimated by the roofline")
-        # One estimator for all points: none is half of the one and half of the other.
-        assert made.profile == estimate(replace(plan, estimator="roofline")).profile
-        with pytest.raises(ProfileError, match="aiconfigurator"):
-            estimate(replace(plan, estimator="aiconfigurator"))
 
 
 def test_an_estimate_beside_a_measured_profile(tmp_path: Path) -> None:
@@ -236,21 +156,6 @@ def test_an_estimate_beside_a_measured_profile(tmp_path: Path) -> None:
             assert row["measured_s"] == printed.prefill_s(row["at"])
     assert set(beside(replace(made, decode=None), printed)) == {"prefill"}
     assert all("measured_s" not in row for row in beside(made, None)["prefill"])
-
-
-@pytest.mark.usefixtures("with_the_package")
-def test_experts_that_cannot_be_cut_are_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = StandInEngine.compile
-
-    def refuse(directory: str, system: str, backend: str, **options: Any) -> StandInEngine:
-        if options["moe_tp_size"] > 1:
-            raise ValueError("1536 / 8 is no multiple of 128")
-        return plain(directory, system, backend, **options)
-
-    monkeypatch.setattr(StandInEngine, "compile", refuse)
-    made = estimate(EstimatePlan(config(tmp_path, "minimax-m2.5"), "h200", 8, batches=(8,)))
-    assert made.notes == ()
-    assert (StandInEngine.compiled[3]["moe_tp_size"], StandInEngine.compiled[3]["moe_ep_size"]) == (1, 8)
 
 
 @pytest.fixture
@@ -280,7 +185,7 @@ def with_brought_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 )
 def test_models_by_their_names(given: str, name: str) -> None:
     """Published ones, and those on the hub whose config.json the package brings."""
-    made = estimate(EstimatePlan(Path(given), "h200", 8, estimator="roofline"))
+    made = estimate(EstimatePlan(Path(given), "h200", 8))
     assert (made.profile.model, made.profile.name) == (name, f"{name}-h200")
 
 

@@ -23,6 +23,14 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    """A trace of thirty short requests within 0.06 s."""
+    path = tmp_path / "few.jsonl"
+    write_requests(path, [TracedRequest(n / 500, 5 + n, 2, (n,), 64) for n in range(30)])
+    return path
+
+
 def test_a_trace_faster_and_shorter(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -63,23 +71,25 @@ def test_prompts_that_the_model_can_t_take_are_left_out(
 @pytest.mark.parametrize(
     "options",
     [
-        ("--poisson", 500, "--limit", 20),
-        ("--bursts", "100/0.1,900/0.1", "--duration-s", 0.1),
-        ("--diurnal", "300/0.5/1", "--limit", 20, "--no-stream", "--no-ignore-eos"),
-        ("--sessions", "300/3/0.01", "--limit", 20, "--shared-tokens", 512, "--model", "other"),
+        ("--limit", 20),
+        ("--rounds", 2, "--duration-s", 0.05, "--jitter-s", 0.01),
+        ("--limit", 20, "--no-stream", "--no-ignore-eos", "--model", "other"),
     ],
 )
-def test_made_up_traffic(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[object, ...]
+def test_ways_of_sending(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    few: Path,
+    options: tuple[object, ...],
 ) -> None:
     with served(well) as stub:
-        code = run(monkeypatch, stub.url, *options, "--input-tokens", "5:50", "--output-tokens", 2)
+        code = run(monkeypatch, stub.url, "--trace", few, *options)
     assert code == 0 and len(stub.bodies) > 0
     out = capsys.readouterr().out
     assert "no request was lost" in out and f"{len(stub.bodies)} requests to" in out
 
 
-def test_headers_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_sent(monkeypatch: pytest.MonkeyPatch, few: Path) -> None:
     seen = []
 
     async def handler(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -88,15 +98,15 @@ def test_headers_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with served(handler) as stub:
         options = ("--header", "x-tenant: a:b", "--header", "x-more:1")
-        assert run(monkeypatch, stub.url, "--poisson", 500, "--limit", 2, *options) == 0
+        assert run(monkeypatch, stub.url, "--trace", few, "--limit", 2, *options) == 0
     assert seen == [("a:b", "1")] * 2
 
 
 def test_lost_requests_end_with_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], few: Path
 ) -> None:
     with served(refuses) as stub:
-        assert run(monkeypatch, stub.url, "--poisson", 100, "--limit", 3) == 1
+        assert run(monkeypatch, stub.url, "--trace", few, "--limit", 3) == 1
     out = capsys.readouterr().out
     assert "3 x status 503: no room" in out and "3 of 3 requests were lost" in out
 
@@ -104,16 +114,9 @@ def test_lost_requests_end_with_1(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ((), "give one of --trace, --poisson"),
-        (("--poisson", 1, "--bursts", "1/1,2/1"), "not --poisson and --bursts"),
-        (("--poisson", 1), "has no end; give --limit or --duration-s"),
-        (("--poisson", -1, "--limit", 1), "must be above 0"),
-        (
-            ("--poisson", 1, "--speed", 2, "--limit", 1),
-            "--speed changes a recorded trace; --poisson has none",
-        ),
-        (("--bursts", "1/2,x", "--limit", 1), "must be RATE/SECONDS,RATE/SECONDS"),
-        (("--poisson", 1, "--input-tokens", "many", "--limit", 1), "a number of tokens, or LOW:HIGH"),
+        ((), "give what to send as --trace FILE"),
+        (("--trace", EXAMPLE, "--speed", 0), "must be above 0"),
+        (("--trace", EXAMPLE, "--rounds", 0), "1 time or more"),
         (("--trace", "no.jsonl"), "there is no such trace"),
         (("--trace", EXAMPLE, "--format", "csv"), "has one of the formats mooncake"),
         (("--trace", EXAMPLE, "--format", "azure"), "TIMESTAMP is missing"),
@@ -121,13 +124,10 @@ def test_lost_requests_end_with_1(
             ("--trace", EXAMPLE, "--columns", "arrival=at,input=in,output=out"),
             "at is missing",
         ),
-        (
-            ("--poisson", 1, "--limit", 1, "--columns", "x"),
-            "--format and --columns are of a --trace; there is none",
-        ),
+        (("--limit", 1, "--columns", "x"), "--format and --columns are of a --trace; there is none"),
         (("--trace", EXAMPLE, "--records", "no/such/folder"), "no/such/folder: No such file or directory"),
-        (("--poisson", 1, "--limit", 1, "--model", "third"), "doesn't serve third"),
-        (("--poisson", 1, "--limit", 1, "--header", "tenant"), "must be NAME:VALUE"),
+        (("--trace", EXAMPLE, "--limit", 1, "--model", "third"), "doesn't serve third"),
+        (("--trace", EXAMPLE, "--limit", 1, "--header", "tenant"), "must be NAME:VALUE"),
     ],
 )
 def test_what_can_t_be_done_is_one_sentence_and_2(

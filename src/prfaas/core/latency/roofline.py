@@ -55,8 +55,6 @@ class Gpu:
     matrix_share: float = _MATRIX_SHARE
     attention_share: float = _ATTENTION_SHARE
     """Of the printed peak in prefills: all GPUs' shares, where its own are not known."""
-    aiconfigurator: str | None = None
-    """What AIConfigurator calls a machine of them; None: it has no measurements."""
 
     def flops_per_s(self, compute: str) -> float:
         """Peak for operands of "bf16", "fp8" or "fp4"; where it has no such units, that of the next wider ones."""

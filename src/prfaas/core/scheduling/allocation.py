@@ -161,7 +161,7 @@ class Allocator:
         if not any(busier.values()):
             return {}
         now = {load.cluster: len(load.able("prefill")) for load in loads}
-        if problem.is_two_cluster or not sample_count or self._known.is_new(problem, None, sample_count):
+        if not sample_count or self._known.is_new(problem, None, sample_count):
             self._best, self._rates = best_roles(problem), {}
         best = self._best
         best = {load.cluster: _inside(best[load.cluster], load) for load in loads}

@@ -68,10 +68,9 @@ class ThresholdOptimiser:
         `sample_count`: how many requests the problem's lengths were taken from. Each PD cluster is
         taken to decode the part of all requests that its decode capacity is of all.
         """
-        if not problem.is_two_cluster:
-            key = (tuple(prefill.items()), tuple(current_tokens.items()))
-            if not self._known.is_new(problem, key, sample_count) and reason == "periodic":
-                return None
+        key = (tuple(prefill.items()), tuple(current_tokens.items()))
+        if not self._known.is_new(problem, key, sample_count) and reason == "periodic":
+            return None
         sides = prefill_sides(problem, prefill, even_spread(problem, prefill))
         found = {
             name: self._chosen(side, current_tokens.get(name), sample_count, reason)

@@ -209,12 +209,12 @@ class View:
     links: dict[tuple[str, str], LinkView]
     """By (source, target)."""
     kv: KvFacts
+    stale_after_s: float
+    """Facts of a link that are older are not believed: its bandwidth counts as scarce, and what is known of its queue
+    can only make offloading rarer. After `link_choice.DOWN_AFTER_STALE` times that the link counts as down."""
     threshold_tokens: dict[str, float] = field(default_factory=dict)
     """By PD cluster; one that is missing never offloads."""
     now_s: float = 0.0
-    stale_after_s: float = 5.0
-    """Facts of a link that are older are not believed: its bandwidth counts as scarce, and what is known of its queue
-    can only make offloading rarer. After `link_choice.DOWN_AFTER_STALE` times that the link counts as down."""
     avoid: frozenset[str] = frozenset()
     """Instances that get nothing."""
     blocked: frozenset[tuple[str, str]] = frozenset()

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
-from prfaas.core.deployment import PlannedCluster, PlannedDeployment
+from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import make_plan, problem_of
 
 # Both ends of an error bar and its middle.
@@ -21,9 +21,9 @@ def doubts(deployment: PlannedDeployment) -> list[str]:
     if not bands:
         return []
     found = []
-    ways = {each.hardware: _way(each) for each in deployment.clusters}
-    if len(set(ways.values())) > 1:
-        told = ", ".join(f"{hardware} {way}" for hardware, way in ways.items())
+    measured = [each.hardware for each in deployment.clusters if each.hardware not in bands]
+    if measured:
+        told = f"{', '.join(bands)} by estimate, {', '.join(dict.fromkeys(measured))} by measurement"
         found.append(
             f"Mind that times differ in how they are known ({told}): what one errs by is in every comparison."
         )
@@ -43,13 +43,6 @@ def doubts(deployment: PlannedDeployment) -> list[str]:
         decides = list(bands)[swings.index(max(swings))]
         text += f"; what decides most is how fast {decides} is: measure it with `prfaas profile`"
     return [*found, f"{text}."]
-
-
-def _way(cluster: PlannedCluster) -> str:
-    profile = cluster.profile
-    if profile.evidence.origin != "estimated":
-        return "measured"
-    return "by AIConfigurator" if "aiconfigurator" in profile.source else "by the roofline"
 
 
 def _slowed(

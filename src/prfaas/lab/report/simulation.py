@@ -3,12 +3,10 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from scipy.special import stdtrit
-
 from prfaas.core.deployment import PlannedDeployment
+from prfaas.core.experiment import mean_and_half
 from prfaas.core.scheduling.parameters import Setting, shown
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
 from prfaas.lab.simulator.machine_pool import PoolOptions
@@ -150,8 +148,7 @@ class SimulationReport:
                 values = [_number(each.get(key)) for each in (self.summaries[policy], *others)]
                 known = [value for value in values if value is not None]
                 if len(known) == len(values):
-                    half = float(stdtrit(len(known) - 1, 0.975)) * stdev(known) / math.sqrt(len(known))
-                    found.setdefault(policy, {})[key] = fmean(known), half
+                    found.setdefault(policy, {})[key] = mean_and_half(known)
         return found
 
 

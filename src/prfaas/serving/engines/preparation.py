@@ -108,7 +108,6 @@ def make_model(
     source: ModelSource,
     path: Path,
     report: FetchReport,
-    wheels: Path | None = None,
     *,
     weights: bool = True,
     update: bool = False,
@@ -119,7 +118,6 @@ def make_model(
         source: what it is made or fetched from.
         path: of its directory, as `ModelSource.directory` gives it.
         report: told what is fetched.
-        wheels: a folder with the wheels of a trained model.
         weights: as in `ensure_model`.
         update: as in `ensure_model`.
 
@@ -135,7 +133,7 @@ def make_model(
     elif source.kind == "trained":
         from prfaas.serving.engines.trained import trained_model
 
-        trained_model(source.name, path.parent, wheels=wheels, report=report)
+        trained_model(source.name, path.parent, report=report)
     else:
         from prfaas.serving.engines.hub_model import hub_model
 

@@ -20,7 +20,6 @@ from prfaas.serving.gateway.intake import Intake
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt, Endpoint, answer_limit
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.prompts.tokenization import Tokenization
-from prfaas.serving.gateway.prompts.validation import Validation
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
 from prfaas.serving.gateway.ways.ready_requests import DecidedRequest
 from prfaas.serving.tracing import AttributeValue
@@ -37,14 +36,12 @@ class Generation:
         *,
         intake: Intake,
         tokenization: Tokenization,
-        validation: Validation,
         prefill: PrefillOrchestrator,
         answers: Answering,
     ) -> None:
         self._context = context
         self._intake = intake
         self._tokenization = tokenization
-        self._validation = validation
         self._prefill = prefill
         self._answers = answers
 
@@ -68,7 +65,7 @@ class Generation:
             keep_alive_s = self._context.running.current.gateway.keep_alive_s if waits else None
             with writer.keeping_alive(keep_alive_s):
                 response = await self._told(request, admitted, writer)
-            # 7. Record. `taking` adds the times, and the outcome where an exception ended the request.
+            # 6. Record. `taking` adds the times, and the outcome where an exception ended the request.
             request.record.answered(response.status)
             return response
 
@@ -104,15 +101,13 @@ class Generation:
             # 3. Decide who prefills and who decodes, and whether the wait there is bearable.
             decision = self._decide(request, prompt)
             admitted.check(decision, answer_limit(request.endpoint, request.body))
-            # 4. Before KV moves: would the decode engine take the request at all?
-            prompt = await self._validation.checked(request, prompt, decision)
-            # 5. Prefill there and move the KV. If that fails, the decode engine prefills. Where the prefill samples
+            # 4. Prefill there and move the KV. If that fails, the decode engine prefills. Where the prefill samples
             #    the first token, this does not wait for the KV.
             ready = await self._prefill.prepare_first(request, prompt, decision)
             if isinstance(ready, DecidedRequest):
                 uncached = self._context.metrics.uncached_tokens.labels(str(ready.decision.route))
                 uncached.inc(ready.decision.uncached_tokens)
-        # 6. Decode and relay. If an engine fails, another one decodes. Some answers are compared, later.
+        # 5. Decode and relay. If an engine fails, another one decodes. Some answers are compared, later.
         return await self._answers.answer(request, ready, admitted, writer)
 
     def _decide(self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt) -> Decision:

@@ -25,8 +25,7 @@ from prfaas.serving.gateway.prompts.prompt import (
     samples_of,
     why_whole,
 )
-from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants
-from prfaas.serving.gateway.prompts.validation import unusual_fields
+from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants, unusual_fields
 from prfaas.serving.gateway.request_log import RECORD, RequestLog, RequestRecord, WaitsFor
 
 _DESCRIPTORS_RETRY_S = 1.0

@@ -37,7 +37,6 @@ from prfaas.serving.gateway.intake import Intake
 from prfaas.serving.gateway.metrics import Metrics, StagingGauges
 from prfaas.serving.gateway.prompts.request import Tenants
 from prfaas.serving.gateway.prompts.tokenization import LocalTokenizer, Tokenization
-from prfaas.serving.gateway.prompts.validation import Validation
 from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
 from prfaas.serving.gateway.routes import Routes, http_logger
 from prfaas.serving.gateway.told_requests import LedgerEntries, count_served
@@ -176,7 +175,6 @@ class Gateway:
             context,
             intake=Intake(context, tenants=self._tenants, admission=admission, log=log),
             tokenization=self._tokenization,
-            validation=Validation(context),
             prefill=prefill,
             answers=Answering(context, tokenization=self._tokenization, prefill=prefill, shadow=self._shadow),
         )

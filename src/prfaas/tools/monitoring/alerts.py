@@ -12,21 +12,15 @@ _RULES = Path(__file__).with_name("prfaas.rules.yaml")
 _HEAD = f"# Alert rules of prfaas {__version__}, by `prfaas monitoring alerts`.\n"
 
 
-def rules(runbooks: str | None = None) -> dict[str, Any]:
-    """A document of Prometheus' rules, in the order of the guide's sections.
-
-    Args:
-        runbooks: address of the guide of alerts, to which each alert's heading is added; None: as in messages.
-    """
+def rules() -> dict[str, Any]:
+    """A document of Prometheus' rules, in the order of the guide's sections, to which each links."""
     document: dict[str, Any] = yaml.safe_load(_RULES.read_text(encoding="utf-8"))
     for group in document["groups"]:
         for rule in group["rules"]:
-            rule["annotations"]["runbook_url"] = (
-                f"{runbooks or page('guides/alerts')}#{rule['alert'].lower()}"
-            )
+            rule["annotations"]["runbook_url"] = f"{page('guides/alerts')}#{rule['alert'].lower()}"
     return document
 
 
-def rules_yaml(runbooks: str | None = None) -> str:
+def rules_yaml() -> str:
     """The same as a file for `rule_files` of Prometheus."""
-    return _HEAD + yaml.safe_dump(rules(runbooks), sort_keys=False, width=110)
+    return _HEAD + yaml.safe_dump(rules(), sort_keys=False, width=110)

@@ -1,33 +1,25 @@
-"""Profiles without a GPU: made of AIConfigurator's measurements, or of a roofline where it has none."""
+"""Profiles without a GPU: made by a roofline."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from prfaas.core.extras import how_to_install
 from prfaas.core.kv.config_fields import ConfigError
 from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
 from prfaas.core.kv.hf_config import read_config, text_fields
 from prfaas.core.kv.published import published_models
-from prfaas.core.latency import roofline
 from prfaas.core.latency.profile import Curve, DecodeCurve, Evidence, LatencyProfile, ProfileError
-from prfaas.core.latency.roofline import Roofline, gpu
+from prfaas.core.latency.roofline import DECODE_BAND, PREFILL_BAND, Roofline, gpu
 from prfaas.core.latency.work import WEIGHT_FORMATS, WeightFormat, model_work
-from prfaas.tools.profiling import aiconfigurator
-from prfaas.tools.profiling.aiconfigurator import AiconfiguratorTimes, EstimatorGap
-
-Estimator = Literal["auto", "aiconfigurator", "roofline"]
 
 _LENGTHS = tuple(2**power for power in range(7, 18))
 _BATCHES = tuple(2**power for power in range(9))
 CONTEXT_TOKENS = 8192
 """Tokens of a request that decodes, if not said otherwise."""
-
-
-EngineTimes = Roofline | AiconfiguratorTimes
-"""Anything that says how long an instance takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +40,6 @@ class EstimatePlan:
     """A name in `WEIGHT_FORMATS`; None: as the `config.json` says."""
     dtypes: CacheDtypes = DEFAULT_DTYPES
     """Of the engine's caches."""
-    estimator: Estimator = "auto"
-    """"auto": AIConfigurator where it can, else the roofline."""
     name: str | None = None
     """Of the profile; None: model-gpu."""
 
@@ -87,24 +77,7 @@ def estimate(plan: EstimatePlan) -> Estimate:
             "between machines is slower than the estimate, which has none"
         )
     kept_in = plan.dtypes.of_kv
-    points: tuple[_Curve, _Curve] | None = None
-    if plan.estimator != "roofline":
-        try:
-            if plan.dtypes != DEFAULT_DTYPES:
-                raise EstimatorGap("aiconfigurator is only asked about caches of the engine's own dtype")
-            times = AiconfiguratorTimes(config, bound.gpu, plan.ranks, weights)
-            points = _points(times, lengths, batches, plan.context_tokens)
-            source = f"aiconfigurator-core {aiconfigurator.version()}, vLLM on {bound.gpu.name}"
-            bands = (aiconfigurator.PREFILL_BAND, aiconfigurator.DECODE_BAND)
-        except EstimatorGap as gap:
-            if plan.estimator == "aiconfigurator":
-                raise
-            notes.append(f"{gap}; estimated by the roofline")
-    if points is None:
-        points = _points(bound, lengths, batches, plan.context_tokens)
-        source = f"the roofline of prfaas, with the peaks of {bound.gpu.source}"
-        bands = (roofline.PREFILL_BAND, roofline.DECODE_BAND)
-    prefill, steps = points
+    prefill, steps = _points(bound, lengths, batches, plan.context_tokens)
     return Estimate(
         LatencyProfile(
             name=plan.name or f"{model}-{bound.gpu.name}",
@@ -113,14 +86,15 @@ def estimate(plan: EstimatePlan) -> Estimate:
             gpus_per_instance=plan.ranks,
             prefill=Curve.through_points(prefill, "monotone"),
             decode=DecodeCurve.through_points(
-                steps, plan.context_tokens, Evidence("estimated", band=bands[1])
+                steps, plan.context_tokens, Evidence("estimated", band=DECODE_BAND)
             ),
             source=(
-                f"Estimated, not measured: {source}; {work.total_params / 1e9:.3g} billion parameters, "
+                f"Estimated, not measured: the roofline of prfaas, with the peaks of {bound.gpu.source}; "
+                f"{work.total_params / 1e9:.3g} billion parameters, "
                 f"{work.active_params / 1e9:.3g} of them per token, {work.weights.name} weights"
                 f"{'' if kept_in is None else f', KVCache in {kept_in}'}"
             ),
-            evidence=Evidence("estimated", band=bands[0]),
+            evidence=Evidence("estimated", band=PREFILL_BAND),
         ),
         tuple(notes),
     )
@@ -166,7 +140,7 @@ def _batches(plan: EstimatePlan, bound: Roofline, model: str) -> tuple[int, ...]
 
 
 def _points(
-    times: EngineTimes, lengths: Sequence[int], batches: Sequence[int], context_tokens: int
+    times: Roofline, lengths: Sequence[int], batches: Sequence[int], context_tokens: int
 ) -> tuple[_Curve, _Curve]:
     # Four digits: more would only look exact.
     prefill = [(float(tokens), float(f"{times.prefill_s(tokens):.4g}")) for tokens in lengths]
@@ -192,13 +166,28 @@ def _brought(name: str) -> tuple[Path, str]:
     hubs = [name]
     if published is not None:
         hubs = _HUB.findall(" ".join(source.origin for source in published.sources))
-    found = next((file for hub in hubs if (file := aiconfigurator.brought_config(hub)) is not None), None)
+    found = next((file for hub in hubs if (file := _brought_config(hub)) is not None), None)
     if found is None:
         raise ProfileError(
             f"--model {name}: its config.json is needed and does not come with aiconfigurator-core "
             f"({how_to_install('estimate')}); fetch it from the hub, and give the file"
         )
     return found, published.name if published is not None else name.rpartition("/")[2].lower()
+
+
+def _brought_config(name: str) -> Path | None:
+    """The `config.json` that aiconfigurator-core brings of a model, by its name on the hub or the part behind the "/".
+
+    Returns:
+        None where it has none, or is not installed.
+    """
+    found = find_spec("aiconfigurator_core")
+    for folder in (found.submodule_search_locations if found is not None else None) or ():
+        for file in sorted(Path(folder, "model_configs").glob("*_config.json")):
+            hub = file.name.removesuffix("_config.json").replace("--", "/", 1).lower()
+            if name.replace("--", "/", 1).lower() in (hub, hub.partition("/")[2]):
+                return file
+    return None
 
 
 # Of the sources of a published model: "aiconfigurator, ORG--NAME_config.json" or "config.json of ORG/NAME".

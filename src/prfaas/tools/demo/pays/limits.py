@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 from prfaas.core.deployment import load_planned
-from prfaas.core.deployment.examples import example_path
 from prfaas.core.kv.dtypes import DEFAULT_DTYPES
 from prfaas.core.kv.published import published_model
 from prfaas.core.planner import KvSize, PlanProblem, make_plan, problem_of
+from prfaas.core.shipped import example_path
 from prfaas.core.workload.empirical import fixed
 
 _CASE = "paper.yaml"

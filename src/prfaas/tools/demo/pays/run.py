@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-from prfaas.core.deployment.examples import example_path
+from prfaas.core.shipped import example_path
 from prfaas.lab.simulator.result import Result
 from prfaas.lab.simulator.scenario import Overheads, scenario_of
 from prfaas.lab.simulator.simulation import simulate

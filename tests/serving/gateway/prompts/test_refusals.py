@@ -1,12 +1,11 @@
-"""What the decode engine would refuse is refused before KV moves for it, in that engine's words."""
+"""What an engine refuses is refused in its words, and before KV moves for it where it is wrong in form."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from prfaas.serving.gateway.engine_client import EngineClient
-from prfaas.serving.gateway.prompts.validation import unusual_fields
+from prfaas.serving.gateway.prompts.request import unusual_fields
 
 from ..world import World, route_of
 
@@ -20,7 +19,6 @@ BROKEN = {"structured_outputs": {"regex": "(broken"}}
     [
         ({"temperature": -1}, "temperature must be non-negative, got -1."),
         ({"temperature": 0, "n": 2}, "n must be 1 when using greedy sampling, got 2."),
-        (BROKEN, "Failed to transform regex"),
         ({"max_tokens": 10**9}, "max_tokens=1000000000 cannot be greater"),
         ({"model": 5}, "valid string"),
     ],
@@ -60,77 +58,21 @@ def test_usual_fields_need_no_question(in_world: InWorld) -> None:
     in_world(body)
 
 
-def test_what_was_said_of_fields_is_remembered(in_world: InWorld) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "words"), [({"user": "nobody"}, "no such user"), (BROKEN, "Failed to transform regex")]
+)
+def test_what_only_the_decode_engine_refuses_is_counted_and_its_staging_freed(
+    in_world: InWorld, fields: dict[str, Any], words: str, stream: bool
+) -> None:
     async def body(world: World) -> None:
-        for stop in range(3):
-            good = {
-                "structured_outputs": {"regex": "[a-z]+"},
-                "max_tokens": 8 + stop,
-                "temperature": stop / 2,
-            }
-            route, _ = await world.complete([*LONG, stop], **good)
-            assert route["route"] == "offload"
-        (question,) = world.decode.asked()
-        assert question.body["prompt"] == LONG[:2]
-        assert not question.body.get("stream") and "kv_transfer_params" not in question.body
-        for _ in range(3):
-            response, _ = await world.post("/v1/completions", {"prompt": LONG, "max_tokens": 9, **BROKEN})
-            assert response.status == 400
-        assert len(world.decode.asked()) == 2
-        await world.complete(LONG, structured_outputs={"regex": "[0-9]+"}, max_tokens=9)
-        assert len(world.decode.asked()) == 3
-
-    in_world(body)
-
-
-def test_of_a_chat_the_tools_are_asked_about_and_not_its_messages(in_world: InWorld) -> None:
-    async def body(world: World) -> None:
-        messages = [{"role": "user", "content": "tell me " * 60}]
-        asked = {"messages": messages, "tools": [{"type": "function", "function": {"name": "f"}}]}
-        response, _ = await world.post("/v1/chat/completions", asked | {"stream_options": None})
-        assert route_of(response)["route"] == "offload"
-        (question,) = world.decode.asked()
-        assert question.body["tools"] == asked["tools"]
-        assert len(question.body["kv_transfer_params"]["prompt_token_ids"]) == 2
-        assert len(str(question.body["messages"])) < 60
-
-    in_world(body)
-
-
-def test_who_leaves_is_kept_while_the_question_is_asked(in_world: InWorld) -> None:
-    async def body(world: World) -> None:
-        call, planned = EngineClient.call, world.plane.planned_for
-
-        async def noted(client: EngineClient, *parts: Any) -> Any:
-            seen.append(tuple(planned))
-            return await call(client, *parts)
-
-        seen: list[tuple[tuple[str, str], ...]] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(EngineClient, "call", noted)
-            await world.complete(LONG, structured_outputs={"regex": "[a-z]+"})
-        assert (("remote", "decode"),) in seen and not planned
-
-    in_world(body)
-
-
-def test_an_engine_that_says_nothing_stops_no_request(in_world: InWorld) -> None:
-    async def body(world: World) -> None:
-        world.decode.dies, world.decode.dies_after = "http-500", 0
-        assert world.spare is not None
-        route, _ = await world.complete(LONG, structured_outputs={"regex": "[a-z]+"})
-        assert (route["route"], route["decode"]) == ("offload", "spare")
-
-    in_world(body, spare=True)
-
-
-def test_what_is_refused_late_is_counted_and_its_staging_freed(in_world: InWorld) -> None:
-    async def body(world: World) -> None:
-        # Usual by its form, so nothing is asked; this engine has a rule of its own.
+        # A rule of this engine's own, and a grammar: no `/render` looks at them.
         world.decode.refuses_user = True
-        asked = {"prompt": LONG, "stream": True, "user": "nobody"}
+        asked = {"prompt": LONG, "stream": stream, **fields}
         async with world.client.post("/v1/completions", json=asked) as response:
-            assert response.status == 200 and "no such user" in await response.text()
+            assert (response.status, words in await response.text()) == (200 if stream else 400, True)
+        # It has been prefilled once, and nothing is tried again elsewhere.
+        assert len(world.remote.generated()) == len(world.decode.generated()) == 1
         assert await world.metric('prfaas_gateway_refused_total{reason="engine-late"}') == 1
 
     in_world(body)
