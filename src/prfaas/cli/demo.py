@@ -41,6 +41,9 @@ def demo(
         "--model",
         autocompletion=made_model_names,
     ),
+    restart: bool = option(
+        False, "Also kill and start every engine in between, and ask again: pools keep prefixes.", "--restart"
+    ),
     ready_timeout_s: ReadyTimeout = None,
 ) -> None:
     """Show that answers stay the same, and when PrfaaS pays.
@@ -79,7 +82,7 @@ def demo(
     outcome, burst = None, None
     try:
         if act != "pays":
-            outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S)
+            outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S, restart=restart)
             print_outcome(out, outcome)
         if act != "exactness":
             burst = run_burst(shown.bursting)

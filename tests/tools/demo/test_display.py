@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, tiny_config
 from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.display import DEMO_COLUMNS, next_steps, print_outcome
-from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
+from prfaas.tools.demo.outcome import ActAnswers, DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import demo_prompts
 from prfaas.tools.demo.reference import ReferenceAnswer
 
@@ -28,7 +29,7 @@ def deployment(tmp_path: Path) -> Deployment:
 
 
 def widest_outcome(deployment: Deployment, model: str) -> DemoOutcome:
-    """With figures as wide as any run's."""
+    """Two acts whose figures are as wide as any run's."""
     prompts = demo_prompts()
     answers = []
     for number, prompt in enumerate(prompts):
@@ -46,8 +47,11 @@ def widest_outcome(deployment: Deployment, model: str) -> DemoOutcome:
     references = tuple(
         ReferenceAnswer(ANSWER, tuple({t: 12.5, 99: 0.5} for t in ANSWER), 0.1234) for _ in prompts
     )
+    again = [replace(answer, token_ids=ANSWER, pool_tokens=31_744) for answer in answers]
     kv_model = model_from_config(tiny_config(model), name=model)
-    return outcome_of(deployment, kv_model, prompts, answers, references)
+    return outcome_of(
+        deployment, kv_model, prompts, ActAnswers(answers, references), ActAnswers(again, references)
+    )
 
 
 @pytest.mark.parametrize("model", TINY_MODEL_NAMES)
@@ -60,9 +64,9 @@ def test_it_fits_and_cuts_nothing(deployment: Deployment, model: str) -> None:
     assert max(len(line.rstrip()) for line in text.splitlines()) <= DEMO_COLUMNS
     # Only prompts, of which the ends are shown, begin with one.
     assert text.count("…") == text.count(" …") == len(outcome.rows)
-    # Whole figures are in the table.
-    assert text.count("123,456,789") == len(outcome.rows)
-    assert text.count("123 ms") >= 2 * len(outcome.rows)
+    # Both tables on its side, and whole figures in them.
+    assert text.count("123,456,789") == 3 * len(outcome.rows)
+    assert text.count("123 ms") >= 4 * len(outcome.rows) and "31,744" in text and "60 tokens" in text
     json.dumps(outcome.to_json())
 
 

@@ -17,7 +17,7 @@ from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.compare import Pages
 from prfaas.tools.demo.display import answers_table, closing, footnotes, outcome_table
 from prfaas.tools.demo.line import DemoLine, PrefillSpeed
-from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
+from prfaas.tools.demo.outcome import ActAnswers, DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import demo_prompts
 from prfaas.tools.demo.reference import (
     REFERENCE_NAME,
@@ -64,7 +64,7 @@ def _outcome(
         logits = tuple({t: 12.5, 99: 12.5 - margin_nats} for t in ANSWER)
         references.append(ReferenceAnswer(ANSWER, logits, ttft_s=1.25))
     line = DemoLine.of(kv_model, PrefillSpeed(1200, 0.75))
-    return outcome_of(deployment, kv_model, demo_prompts(), answers, references, line=line)
+    return outcome_of(deployment, kv_model, demo_prompts(), ActAnswers(answers, references), line=line)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,10 @@ def test_bytes_that_nothing_explains_are_shown_as_such(deployment: Deployment) -
         deployment,
         outcome.kv_model,
         demo_prompts(),
-        (*(r.answer for r in outcome.rows[:5]), replace(row.answer, route=route)),
-        [ReferenceAnswer(ANSWER, ({},) * 64)] * 6,
+        ActAnswers(
+            (*(r.answer for r in outcome.rows[:5]), replace(row.answer, route=route)),
+            [ReferenceAnswer(ANSWER, ({},) * 64)] * 6,
+        ),
     )
     assert odd.pages is None
     assert odd.to_json()["all_bytes_explained"] is False

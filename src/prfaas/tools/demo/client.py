@@ -46,6 +46,8 @@ class DemoAnswer:
 
     tokens_per_s: float | None
     """Rate of the tokens after the first; None if all came at once."""
+    pool_tokens: int = 0
+    """That engines loaded from pools for it, on the prefill and the decode side together."""
 
     @property
     def moved(self) -> MovedPages:

@@ -13,7 +13,7 @@ from prfaas.core.units import format_bits_per_s, format_bytes, format_s
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.tools.demo.compare import Equality
 from prfaas.tools.demo.line import USED_SHARE, DemoLine
-from prfaas.tools.demo.outcome import DemoOutcome, Row
+from prfaas.tools.demo.outcome import DemoOutcome, Row, SecondAct
 from prfaas.tools.demo.prompts import LONGEST_TOKENS
 
 DEMO_COLUMNS = 99
@@ -23,7 +23,7 @@ _PROMPT_CHARS, _ANSWER_CHARS = 30, 60
 _STEPS = (
     ("prfaas up examples/local.yaml", "keep it running, and send requests of your own"),
     ("prfaas status examples/local.yaml --watch", "beside it: queues, links, thresholds, routes"),
-    ("prfaas explain REQUEST_ID", "why one of them was prefilled where it was"),
+    ("prfaas demo --restart", "every engine killed in between: what pools keep"),
     ("prfaas demo --model gpt-oss", "another kind of KVCache"),
     ("prfaas plan examples/paper.yaml", "what two clusters can do, before you buy"),
 )
@@ -216,6 +216,55 @@ def on_one_line(text: str) -> str:
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
+SECOND_NOTE = (
+    "first answer: the same, or how many tokens are. equal: against a plain vLLM that has the prompt in its own cache; "
+    "at: the first token that differs."
+)
+"""What the columns of `second_table` mean."""
+
+
+def second_table(act: SecondAct) -> Table:
+    """One line per prompt, each beside what it was in the first act."""
+    table = demo_table(
+        "The same prompts, after all engines were killed and started again",
+        *("prompt", ">from\npools", ">cached", "route", ">TTFT\nbefore", ">now", ">KV bytes\nbefore", ">now"),
+        *(">first\nanswer", "|equal to\nvLLM's\ncache"),
+    )
+    for row in act.rows:
+        answer, route = row.second.answer, row.second.answer.route
+        equality = row.comparison.equality
+        same = "same" if row.first_difference is None else f"{row.first_difference} tokens"
+        where = "" if row.comparison.position is None else f" at {row.comparison.position}"
+        table.add_row(
+            row.second.label,
+            f"{answer.pool_tokens:,}",
+            f"{route.cached_tokens:,}",
+            _route(row.second),
+            format_s(row.first.answer.ttft_s),
+            format_s(answer.ttft_s),
+            f"{row.first.answer.route.kv_bytes:,}",
+            f"{route.kv_bytes:,}",
+            same,
+            equality.styled(f"{equality}{where}"),
+        )
+    return table
+
+
+def second_closing(act: SecondAct) -> str:
+    """The conclusion of the second act in some sentences."""
+    before, now = act.crossed_bytes
+    same = sum(row.first_difference is None for row in act.rows)
+    exact = sum(row.comparison.equality is Equality.EXACT for row in act.rows)
+    longest = max(act.rows, key=lambda row: row.second.answer.prompt_tokens)
+    first_s, now_s = (format_s(each.answer.ttft_s) for each in (longest.first, longest.second))
+    return (
+        f"After a restart of every engine the pools still had the prefixes: {format_bytes(now)} of KVCache crossed "
+        f"the link in place of {format_bytes(before)}. {same} of {len(act.rows)} answers are those of the first act "
+        f"token by token, {exact} those of plain vLLM after a hit in its own cache. The first token of the longest "
+        f"prompt came after {now_s} in place of {first_s}."
+    )
+
+
 def print_outcome(out: Console, outcome: DemoOutcome) -> None:
     """Write whether answers stayed the same to a console."""
     out.print(outcome_table(outcome))
@@ -229,3 +278,9 @@ def print_outcome(out: Console, outcome: DemoOutcome) -> None:
     out.print()
     out.print(closing(outcome), style="bold")
     out.print()
+    if outcome.second is not None:
+        out.print(second_table(outcome.second))
+        out.print(SECOND_NOTE, style="dim")
+        out.print()
+        out.print(second_closing(outcome.second), style="bold")
+        out.print()

@@ -1,4 +1,4 @@
-"""Findings of the demo: a row per prompt, and what they say together."""
+"""Findings of the demo: a row per prompt and act, and what they say together."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +15,14 @@ from prfaas.tools.demo.prompts import DemoPrompt
 from prfaas.tools.demo.reference import ReferenceAnswer
 
 _PROMPT_END_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class ActAnswers:
+    """All prompts once: the answers through the gateway, and the plain engine's that each is compared with."""
+
+    answers: Sequence[DemoAnswer]
+    references: Sequence[ReferenceAnswer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,75 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Repetition:
+    """One prompt of the second act: asked before all engines were killed and started again, and after."""
+
+    first: Row
+    second: Row
+
+    @property
+    def first_difference(self) -> int | None:
+        """From which token on the two answers differ; None: they are the same."""
+        pairs = enumerate(zip(self.first.answer.token_ids, self.second.answer.token_ids, strict=True))
+        return next((position for position, (a, b) in pairs if a != b), None)
+
+    @property
+    def comparison(self) -> Comparison:
+        """With the plain engine's answer from its own cache, split alike; exact where the first act's is the same."""
+        return Comparison(Equality.EXACT) if self.first_difference is None else self.second.comparison
+
+    @property
+    def is_explained(self) -> bool:
+        """The bytes that moved the second time are what `kvmodel` says, to the token or in whole pages, or none."""
+        return self.second.answer.route.kv_bytes == 0 or self.second.is_explained
+
+    def to_json(self) -> dict[str, Any]:
+        """The row for `prfaas demo --json`; bytes, seconds, tokens."""
+        row = self.second.to_json()
+        same = ("prompt", "prompt_tokens", "cached_tokens", "route", "fallback", "ttft_s", "kv_bytes")
+        return {key: row[key] for key in same} | {
+            "pool_tokens": self.second.answer.pool_tokens,
+            "first_ttft_s": self.first.answer.ttft_s,
+            "first_kv_bytes": self.first.answer.route.kv_bytes,
+            "bytes_explained": self.is_explained,
+            "equal_to_first": self.first_difference is None,
+            "first_difference": self.first_difference,
+            "equal_to_local": str(self.comparison.equality),
+            "margin_nats": self.comparison.margin_nats,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SecondAct:
+    """All prompts again; the pools, which were not killed, still have their prefixes."""
+
+    rows: tuple[Repetition, ...]
+
+    @property
+    def all_equal(self) -> bool:
+        """No answer differs by more than a tie from plain vLLM's after a hit, and at least five of six are exact."""
+        return are_equal([row.comparison for row in self.rows])
+
+    @property
+    def crossed_bytes(self) -> tuple[int, int]:
+        """KVCache that crossed the link between the clusters, in the first act and in this one."""
+        return sum(row.first.crossed_bytes for row in self.rows), sum(
+            row.second.crossed_bytes for row in self.rows
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Its part of the document that `prfaas demo --json` writes."""
+        before, now = self.crossed_bytes
+        return {
+            "requests": [row.to_json() for row in self.rows],
+            "first_crossed_bytes": before,
+            "crossed_bytes": now,
+            "all_bytes_explained": all(row.is_explained for row in self.rows),
+            "all_equal": self.all_equal,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class DemoOutcome:
     """The whole run."""
 
@@ -84,6 +161,8 @@ class DemoOutcome:
     kv_model: KvModel
     pages: Pages | None
     rows: tuple[Row, ...]
+    second: SecondAct | None = None
+    """None: there was no restart."""
     line: DemoLine | None = None
     """The line that was chosen between the clusters; None: none could be."""
 
@@ -99,8 +178,9 @@ class DemoOutcome:
 
     @property
     def all_equal(self) -> bool:
-        """No answer differs by more than a tie, and at least five of six are exact."""
-        return are_equal([row.comparison for row in self.rows])
+        """No answer differs by more than a tie, and at least five of six are exact; so in the second act."""
+        first = are_equal([row.comparison for row in self.rows])
+        return first and (self.second is None or self.second.all_equal)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `prfaas demo --json` writes."""
@@ -113,6 +193,7 @@ class DemoOutcome:
             "requests": [row.to_json() for row in self.rows],
             "all_bytes_explained": all(row.is_explained for row in self.rows),
             "all_equal": self.all_equal,
+            "second_act": None if self.second is None else self.second.to_json(),
         }
 
 
@@ -120,22 +201,13 @@ def outcome_of(
     deployment: Deployment,
     kv_model: KvModel,
     prompts: Sequence[DemoPrompt],
-    answers: Sequence[DemoAnswer],
-    references: Sequence[ReferenceAnswer],
+    first: ActAnswers,
+    second: ActAnswers | None = None,
     *,
     line: DemoLine | None = None,
 ) -> DemoOutcome:
-    """Puts together what was measured, in the order of the prompts.
-
-    Args:
-        deployment: that was asked.
-        kv_model: of its model.
-        prompts: that were sent.
-        answers: through the gateway.
-        references: the plain engine's, that each is compared with.
-        line: that was chosen between the clusters.
-    """
-    transfers = [answer.moved for answer in answers if answer.route.kv_bytes > 0]
+    """Puts together what was measured; the acts are in the order of the prompts. `second`: after a restart, if any."""
+    transfers = [answer.moved for answer in first.answers if answer.route.kv_bytes > 0]
     pages = find_pages(kv_model, transfers) if transfers else None
 
     def row(prompt: DemoPrompt, answer: DemoAnswer, reference: ReferenceAnswer) -> Row:
@@ -152,8 +224,12 @@ def outcome_of(
             prompt_end=prompt.text[-_PROMPT_END_CHARS:],
         )
 
-    rows = tuple(row(*each) for each in zip(prompts, answers, references, strict=True))
-    return DemoOutcome(deployment, kv_model, pages, rows, line)
+    rows, again = (
+        tuple(row(*each) for each in zip(prompts, act.answers, act.references, strict=True)) if act else ()
+        for act in (first, second)
+    )
+    repeated = None if second is None else SecondAct(tuple(map(Repetition, rows, again)))
+    return DemoOutcome(deployment, kv_model, pages, rows, repeated, line=line)
 
 
 def _link_s(deployment: Deployment, answer: DemoAnswer) -> float | None:

@@ -1,10 +1,11 @@
-"""The run of the demo: two clusters and a gateway, then the plain engine."""
+"""The run of the demo: two clusters and a gateway, twice where there are pools, then the plain engine."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -19,7 +20,7 @@ from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.client import DemoAnswer, RequestFailedError, stream_completion
 from prfaas.tools.demo.gateway import DemoError, demo_gateway
 from prfaas.tools.demo.line import DemoLine, prefill_speed, warm_text, warm_up, with_room
-from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
+from prfaas.tools.demo.outcome import ActAnswers, DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import DemoPrompt, corpus, demo_prompts
 from prfaas.tools.demo.reference import (
     ReferenceAnswer,
@@ -30,6 +31,12 @@ from prfaas.tools.demo.reference import (
 
 ANSWER_TOKENS = 64
 _WARM_TOKENS = 2
+_SETTLE_S = 20.0
+# Pools are at rest when no page has come for so long.
+_SETTLED_S = 1.0
+_POLL_S = 0.1
+# Who answers for the first act, and for the second.
+_PLAIN = ("one plain engine", "the plain engine, from its cache")
 
 
 class Stages(Protocol):
@@ -44,17 +51,25 @@ class Stages(Protocol):
         ...
 
 
-def run_demo(deployment: Deployment, stages: Stages, ready_timeout_s: float = READY_TIMEOUT_S) -> DemoOutcome:
+def run_demo(
+    deployment: Deployment, stages: Stages, ready_timeout_s: float = READY_TIMEOUT_S, *, restart: bool = False
+) -> DemoOutcome:
     """Runs everything, one after the other, and leaves nothing running.
 
     The links of `deployment` get another bandwidth, which fits this machine and model (`DemoLine`).
 
+    `restart`: with a second act, in which every engine is killed and the pools answer for their caches.
     `ready_timeout_s`: how long the deployment's engines may take to start, and then the plain one.
 
     Raises:
-        DemoError: a prompt got no answer from the gateway or the plain engine; the gateway failed.
+        DemoError: `restart` without pools; a prompt got no answer from the gateway or the plain engine; the gateway
+            failed.
         EngineError, KeyFileError, ConfigError: engines can't be started.
     """
+    if restart and not deployment.pools:
+        raise DemoError(
+            "the deployment has no pools, so nothing is left of a prefix after a restart; give clusters a `pool`"
+        )
     ensure_model(deployment)
     kv_model = deployment.model.kv_model()
     chars_per_token = _chars_per_token(deployment)
@@ -64,22 +79,62 @@ def run_demo(deployment: Deployment, stages: Stages, ready_timeout_s: float = RE
         with EngineTemplates() as templates:
             room = with_room(deployment, kv_model)
             run = _Run(room, prompts, chars_per_token, stages, ready_timeout_s, templates=templates)
-            line, answers = run.two_clusters(kv_model)
-            references = run.plain(answers)
+            line, answered = run.two_clusters(kv_model, restart=restart)
+            acts = run.plain(answered)
     except RequestFailedError as error:
         raise DemoError(f"{error}; the engines' logs are in {deployment.logs_dir}") from error
     served = deployment if line is None else line.put_in(deployment)
-    return outcome_of(served, kv_model, prompts, answers, references, line=line)
+    return outcome_of(served, kv_model, prompts, *acts, line=line)
 
 
-def _empty_pools(deployment: Deployment) -> None:
-    """Drop what earlier runs left in the pools, which run."""
-    for node in deployment.pools:
-        client = PoolClient(deployment.pool_socket(node), "tool", None, timeout_s=deployment.pool.timeout_s)
-        try:
-            client.connect()
+class PoolWatch:
+    """A tool's session with each pool of a deployment."""
+
+    def __init__(self, clients: list[PoolClient]) -> None:
+        self._clients = clients
+
+    def empty(self) -> None:
+        """Drop what earlier runs left."""
+        for client in self._clients:
             client.clear()
-        finally:
+
+    def hit_tokens(self) -> int:
+        """Tokens that engines have got from the pools so far."""
+        return sum(
+            int(stats.get("hit_memory_tokens", 0)) + int(stats.get("hit_ssd_tokens", 0))
+            for stats in self._stats()
+        )
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until no page has been added for a second: engines store in the background."""
+        deadline = time.monotonic() + timeout_s
+        before, since = self._stored_pages(), time.monotonic()
+        while time.monotonic() < deadline and time.monotonic() - since < _SETTLED_S:
+            time.sleep(_POLL_S)
+            now = self._stored_pages()
+            if now != before:
+                before, since = now, time.monotonic()
+
+    def _stored_pages(self) -> int:
+        return sum(int(stats.get("stored_pages", 0)) for stats in self._stats())
+
+    def _stats(self) -> list[dict[str, Any]]:
+        return [client.stats() or {} for client in self._clients]
+
+
+@contextmanager
+def watched_pools(deployment: Deployment) -> Iterator[PoolWatch]:
+    """The pools of a deployment, which run."""
+    clients = [
+        PoolClient(deployment.pool_socket(node), "tool", None, timeout_s=deployment.pool.timeout_s)
+        for node in deployment.pools
+    ]
+    try:
+        for client in clients:
+            client.connect()
+        yield PoolWatch(clients)
+    finally:
+        for client in clients:
             client.close()
 
 
@@ -95,8 +150,10 @@ class _Run:
     """For the engines of each half."""
     templates: EngineTemplates
 
-    def two_clusters(self, kv_model: KvModel) -> tuple[DemoLine | None, tuple[DemoAnswer, ...]]:
-        """The line that was chosen, None without links; and the answers."""
+    def two_clusters(
+        self, kv_model: KvModel, *, restart: bool
+    ) -> tuple[DemoLine | None, list[tuple[DemoAnswer, ...]]]:
+        """The line that was chosen, None without links; the answers, and those after a restart of every engine."""
         with (
             RunningPools(self.deployment) as pools,
             RunningEngines(self.deployment, templates=self.templates) as engines,
@@ -104,15 +161,28 @@ class _Run:
             pools.wait_ready()
             self._wait_ready(engines)
             # Pools know what pages look like from their first engine on.
-            _empty_pools(self.deployment)
-            asyncio.run(warm_up(self.deployment, self.chars_per_token))
-            line = self._line(kv_model)
-            served = self.deployment if line is None else line.put_in(self.deployment)
-            with self.stages.asking("two clusters", self.prompts) as answered:
-                return line, asyncio.run(_ask_gateway(served, self.prompts, answered))
+            with watched_pools(self.deployment) as watch:
+                watch.empty()
+                asyncio.run(warm_up(self.deployment, self.chars_per_token))
+                line = self._line(kv_model)
+                served = self.deployment if line is None else line.put_in(self.deployment)
+                answered = [self._asked("two clusters", served, watch)]
+                if not restart:
+                    return line, answered
+                watch.settle(_SETTLE_S)
+                for name in engines.names:
+                    engines.kill(name)
+                engines.start()
+                self._wait_ready(engines)
+                asyncio.run(warm_up(self.deployment, self.chars_per_token))
+                return line, [*answered, self._asked("the same clusters, restarted", served, watch)]
 
-    def plain(self, answers: Sequence[DemoAnswer]) -> tuple[ReferenceAnswer, ...]:
-        """The plain engine's answers, each beside one of `answers`."""
+    def plain(self, answered: Sequence[Sequence[DemoAnswer]]) -> list[ActAnswers]:
+        """The acts, of whose answers each is beside the plain engine's.
+
+        The second is compared with answers from that engine's own cache, which splits a prompt as a pool does: what
+        is behind the last whole block is computed.
+        """
         plain = reference_deployment(self.deployment)
         with RunningEngines(plain, command=reference_command, templates=self.templates) as engines:
             self._wait_ready(engines)
@@ -120,11 +190,16 @@ class _Run:
             # Both kinds of requests that are timed: the first of each takes seconds longer.
             both = [(warm, False), (warm[1:], True)]
             asyncio.run(_ask_reference(plain, both, _WARM_TOKENS, lambda: None))
-            # An engine that got nothing from another one computed the end of the prompt in one piece.
-            moved = (answer.route.kv_bytes > 0 for answer in answers)
-            asked = zip((prompt.text for prompt in self.prompts), moved, strict=True)
-            with self.stages.asking("one plain engine", self.prompts) as step:
-                return asyncio.run(_ask_reference(plain, asked, ANSWER_TOKENS, step))
+            acts = []
+            for answers, whom in zip(answered, _PLAIN, strict=False):
+                # An engine that got nothing from another one computed the end of the prompt in one piece.
+                moved = (answer.route.kv_bytes > 0 for answer in answers)
+                asked = zip((prompt.text for prompt in self.prompts), moved, strict=True)
+                with self.stages.asking(whom, self.prompts) as step:
+                    acts.append(
+                        ActAnswers(answers, asyncio.run(_ask_reference(plain, asked, ANSWER_TOKENS, step)))
+                    )
+            return acts
 
     def _wait_ready(self, engines: RunningEngines) -> None:
         with self.stages.starting(engines) as show:
@@ -137,6 +212,10 @@ class _Run:
             return None
         speed = asyncio.run(prefill_speed(self.deployment, senders, self.chars_per_token))
         return None if speed is None else DemoLine.of(kv_model, speed)
+
+    def _asked(self, whom: str, served: Deployment, watch: PoolWatch) -> tuple[DemoAnswer, ...]:
+        with self.stages.asking(whom, self.prompts) as answered:
+            return asyncio.run(_ask_gateway(served, self.prompts, answered, watch))
 
 
 def _chars_per_token(deployment: Deployment) -> float:
@@ -151,15 +230,19 @@ def _chars_per_token(deployment: Deployment) -> float:
 
 
 async def _ask_gateway(
-    deployment: Deployment, prompts: Sequence[DemoPrompt], answered: Callable[[], None]
+    deployment: Deployment, prompts: Sequence[DemoPrompt], answered: Callable[[], None], watch: PoolWatch
 ) -> tuple[DemoAnswer, ...]:
     model = deployment.model.served_name
 
     async def stream_all(url: str) -> tuple[DemoAnswer, ...]:
         answers = []
+        before_tokens = watch.hit_tokens()
         async with aiohttp.ClientSession() as session:
             for prompt in prompts:
-                answers.append(await stream_completion(session, url, model, prompt.text, ANSWER_TOKENS))
+                answer = await stream_completion(session, url, model, prompt.text, ANSWER_TOKENS)
+                now_tokens = watch.hit_tokens()
+                answers.append(replace(answer, pool_tokens=now_tokens - before_tokens))
+                before_tokens = now_tokens
                 answered()
         return tuple(answers)
 
