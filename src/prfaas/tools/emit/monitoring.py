@@ -66,7 +66,7 @@ def monitoring_files(deployment: Deployment) -> Iterator[tuple[PurePosixPath, st
     source = {"name": "Prometheus", "type": "prometheus", "url": f"http://127.0.0.1:{PROMETHEUS_PORT}"}
     provider = {"name": "prfaas", "type": "file", "options": {"path": f"{_MOUNTED}/dashboards"}}
     yield PurePosixPath("prometheus.yaml"), yaml_text(prometheus)
-    yield PurePosixPath("prfaas.rules.yaml"), yaml_text(rules(None))
+    yield PurePosixPath("prfaas.rules.yaml"), yaml_text(rules())
     yield (
         PurePosixPath("grafana/datasources/prometheus.yaml"),
         yaml_text({"apiVersion": 1, "datasources": [source | {"isDefault": True}]}),
