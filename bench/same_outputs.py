@@ -81,8 +81,7 @@ def commands() -> Iterator[str]:
     yield f"plan examples/paper.yaml {sweep}"
     yield f"plan examples/paper.yaml {sweep} --json"
     yield f"plan examples/paper.yaml {sweep} --plot OUT"
-    yield "plan examples/multi.yaml --plot OUT"
-    yield from ("reproduce", "reproduce --json", "reproduce --out OUT/reproduction.md")
+    yield from ("reproduce", "reproduce --json", "reproduce --out OUT/reproduction.md --plot OUT")
     paper = f"simulate examples/paper.yaml --load 0.9 --compare {POLICIES} --requests 3000"
     yield paper
     yield f"{paper} --json"

@@ -68,7 +68,7 @@ DOES = {
     "gateway": "from prfaas.core.latency.service_curve import ServiceCurve; ServiceCurve().add(100, 0.1, 0.0)",
     "plan": (
         "from prfaas import api; paper = api.load_planned(api.example_path('paper')); api.plan(paper); "
-        "api.simulate(paper, requests=300).summary(); import prfaas.lab.report.plan_figures"
+        "api.simulate(paper, requests=300).summary(); import prfaas.lab.report.plan_sweep"
     ),
 }
 
