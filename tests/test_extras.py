@@ -257,7 +257,7 @@ def test_the_commands_that_need_an_extra_are_commands() -> None:
 
 
 def test_all_is_all() -> None:
-    """But for the estimates and NIXL: both are large, and for one kind of machine."""
+    """But for NIXL, which is large, and for one kind of machine."""
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
-    assert set(re.findall(r"\w+", everything)[1:]) == set(extras) - {"all", "dev", "estimate", "nixl"}
+    assert set(re.findall(r"\w+", everything)[1:]) == set(extras) - {"all", "dev", "nixl"}
