@@ -47,8 +47,6 @@ OF_ONE_USER = {
     "serving.transport.permissions",
     # The sums of a sender's links, another noun than the sender.
     "serving.transport.link_report",
-    # Beside the package studies draw with it.
-    "lab.report.drawing",
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
     # Rooms that are still to be taken apart: tools, lab.

@@ -1,5 +1,6 @@
 """`prfaas profile --estimate`: a profile without a GPU; and times as tables."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -60,7 +61,7 @@ def _rows(profile: LatencyProfile) -> dict[str, list[dict[str, float]]]:
     }
 
 
-def print_times(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def print_times(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """A table of times, if there are any."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for column in columns:
