@@ -366,8 +366,13 @@ _URL = re.compile(r"(?i)\s*[a-z][a-z0-9+.-]*:[/\\]")
 _PLAIN_URL = re.compile(r"(?i)https?://([a-z0-9.-]+)(:[0-9]+)?([/?#][^\\\s]*)?")
 
 
-def check_media_urls(media: Sequence[object], domains: Collection[str]) -> None:
-    """Raises ApiError 400 where an engine would fetch `media_parts` from elsewhere than `domains`."""
+def check_media(media: Sequence[object], domains: Collection[str]) -> None:
+    """Raises ApiError 400 where an engine would fetch `media_parts` from elsewhere than `domains`, or know them by a name.
+
+    To vLLM what two clients call alike is one: the second one's words are put to what the first has sent.
+    """
+    if any(isinstance(part, Mapping) and part.get("uuid") is not None for part in media):
+        raise ApiError(400, "Media are known by their content here; leave `uuid` out.", param="uuid")
     waiting = list(media)
     while waiting:
         value = waiting.pop()
