@@ -316,16 +316,12 @@ async def _settled_stats(observer: Observer, expected: int) -> dict[str, Any]:
         await asyncio.sleep(0.5)
 
 
-async def _text_of(response: aiohttp.ClientResponse) -> str:
-    return (await read_bounded(response)).decode("utf-8", "replace")
-
-
 async def check_gateway(deployment: Deployment, session: aiohttp.ClientSession) -> Finding:
     """The gateway is up and has an engine to decode with."""
     url = deployment.gateway.url
     try:
         async with session.get(f"{url}/health", timeout=_HEALTH_TIMEOUT) as response:
-            status, text = response.status, await _text_of(response)
+            status, text = response.status, (await read_bounded(response)).decode("utf-8", "replace")
     except (aiohttp.ClientError, TimeoutError):
         return problem(
             "gateway",
@@ -359,11 +355,8 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
     headers = {"Authorization": f"Bearer {os.environ[_KEY_VARIABLE]}"} if _KEY_VARIABLE in os.environ else {}
     try:
         async with session.post(url, json=body, timeout=_PROBE_TIMEOUT, headers=headers) as response:
-            status, header, text = (
-                response.status,
-                response.headers.get(ROUTE_HEADER),
-                await _text_of(response),
-            )
+            status, header = response.status, response.headers.get(ROUTE_HEADER)
+            text = (await read_bounded(response)).decode("utf-8", "replace")
             request_id = response.headers.get(REQUEST_ID_HEADER, "")
     except (aiohttp.ClientError, TimeoutError) as error:
         text = f"a prompt of {length} tokens got no answer ({type(error).__name__})"

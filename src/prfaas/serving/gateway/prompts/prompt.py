@@ -152,8 +152,9 @@ _COUNTS = ("n", "min_tokens", "max_tokens", "max_completion_tokens", "max_output
 
 def _check_counts(said: object) -> None:
     """Raises ApiError 400 for a count of tokens or answers that is no whole number, though vLLM would take it."""
-    for name in _COUNTS if isinstance(said, Mapping) else ():
-        if type(said.get(name) or 0) is not int:
+    for name in _COUNTS:
+        count = said.get(name) if isinstance(said, dict) else None
+        if type(count or 0) is not int:
             raise ApiError(400, f"`{name}` must be a whole number.", param=name)
 
 
@@ -367,7 +368,7 @@ _PLAIN_URL = re.compile(r"(?i)https?://([a-z0-9.-]+)(:[0-9]+)?([/?#][^\\\s]*)?")
 
 
 def check_media(media: Sequence[object], domains: Collection[str]) -> None:
-    """Raises ApiError 400 where an engine would fetch `media_parts` from elsewhere than `domains`, or know them by a name.
+    """Raises ApiError 400 where an engine would fetch `media_parts` from elsewhere than `domains`, or know by name.
 
     To vLLM what two clients call alike is one: the second one's words are put to what the first has sent.
     """
