@@ -15,7 +15,7 @@ ACTS, KINDS = 104, 13
 @pytest.mark.timeout(300)
 def test_hostile_acts_cost_nobody_else_an_answer(tmp_path: Path) -> None:
     report = tmp_path / "hostile.json"
-    size = ["--acts", str(ACTS), "--requests", "300", "--per-s", "50", "--open", "30", "--seed", "1"]
+    size = ["--acts", str(ACTS), "--requests", "300", "--per-s", "80", "--open", "30", "--seed", "1"]
     command = [sys.executable, str(BENCH), *size, "--json", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert report.exists(), done.stderr
