@@ -69,6 +69,24 @@ class TraceHeadersError(SecretFileError):
     """The file of headers for a collector is missing, unreadable, open to all, or holds a line that is no header."""
 
 
+def secret_text(
+    path: Path, kind: str, error_type: type[SecretFileError], *, others: int = 0o007, hint: str = ""
+) -> str:
+    """The first 64 KiB of a file that holds a secret. `kind`: its name in errors. `others`: bits its mode can't have.
+
+    Raises:
+        SecretFileError: of `error_type`: it can't be read, `hint`, or others can read it.
+    """
+    try:
+        with path.open(encoding="ascii", errors="replace") as file:
+            mode, text = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(1 << 16)
+    except OSError as error:
+        raise error_type(f"{kind} {path} cannot be read: {error.strerror}{hint}") from None
+    if mode & others:
+        raise error_type(f"{kind} {path} has mode {mode:04o}: others can read it, run chmod 600 on it")
+    return text
+
+
 def load_headers(path: Path) -> dict[str, str]:
     """The HTTP headers in `path`, one `Name: value` a line; empty lines and lines with # are left out.
 
@@ -77,18 +95,8 @@ def load_headers(path: Path) -> dict[str, str]:
     Raises:
         TraceHeadersError: in one sentence, the file and what would be right. It quotes no value.
     """
-    try:
-        with path.open(encoding="ascii", errors="replace") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            lines = file.read(65536).splitlines()
-    except OSError as error:
-        raise TraceHeadersError(f"headers file {path} cannot be read: {error.strerror}") from None
-    if mode & 0o007:
-        raise TraceHeadersError(
-            f"headers file {path} has mode {mode:04o}: all can read it, run chmod 600 on it"
-        )
     headers = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(secret_text(path, "headers file", TraceHeadersError).splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         found = _HEADER.fullmatch(line)
@@ -104,16 +112,8 @@ def load_token(path: Path) -> str:
     Raises:
         AdminTokenError: in one sentence, the file and what would be right.
     """
-    try:
-        with path.open(encoding="ascii", errors="replace") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            token = file.read(4096).strip()
-    except OSError as error:
-        raise AdminTokenError(
-            f"token file {path} cannot be read: {error.strerror}; make it: (umask 077; openssl rand -hex 32 > {path})"
-        ) from None
-    if mode & 0o007:
-        raise AdminTokenError(f"token file {path} has mode {mode:04o}: all can read it, run chmod 600 on it")
+    make = f"; make it: (umask 077; openssl rand -hex 32 > {path})"
+    token = secret_text(path, "token file", AdminTokenError, hint=make).strip()
     if not _TOKEN.fullmatch(token):
         raise AdminTokenError(
             f"token file {path} must hold 16 characters or more without blanks and nothing else"

@@ -98,6 +98,8 @@ OWNED_FIELDS = frozenset(
         "nvext",
         "extra_args",
         "data_parallel_rank",
+        # It is of any length and stands in each KV event of a prompt's blocks, for nobody who reads it.
+        "session_id",
     }
 )
 OWNED_PREFIXES = ("bootstrap_", "x_prfaas", "prfaas")

@@ -13,7 +13,6 @@ import hmac
 import math
 import os
 import secrets
-import stat
 import sys
 from array import array
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from typing import Self
 import msgspec
 
 from prfaas.core.prefix.hashing import MediaItem
-from prfaas.serving.secret_files import KeyFileError
+from prfaas.serving.secret_files import KeyFileError, secret_text
 
 KEY_BYTES = 32
 
@@ -74,16 +73,7 @@ def load_key(path: Path) -> bytes:
     Raises:
         KeyFileError: in one sentence, the file and what would be right.
     """
-    try:
-        with path.open(encoding="ascii") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(4096).strip()
-    except OSError as error:
-        raise KeyFileError(f"key file {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise KeyFileError(f"key file {path} must hold {2 * KEY_BYTES} hex digits and nothing else") from None
-    if mode & 0o077:
-        raise KeyFileError(f"key file {path} has mode {mode:04o}: others can read it, run chmod 600 on it")
+    text = secret_text(path, "key file", KeyFileError, others=0o077).strip()
     try:
         key = bytes.fromhex(text)
     except ValueError:
