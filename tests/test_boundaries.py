@@ -94,7 +94,6 @@ OWN_METHODS = {
     "cli/bandwidth.py": "read",
     "cli/plan.py": "read",
     "cli/replay.py": "read",
-    "cli/replay_source.py": "read",
     "cli/simulate.py": "read",
     "serving/gateway/answers/answering.py": "read",
     "serving/gateway/answers/streams.py": "orjson.loads read",
