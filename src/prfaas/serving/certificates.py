@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance, PoolNode
 from prfaas.serving import issuing
 from prfaas.serving.secret_files import TlsFileError
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 LIFETIME_DAYS = 365
 _SOON = datetime.timedelta(days=30)

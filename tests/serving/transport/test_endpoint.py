@@ -6,13 +6,14 @@ from collections.abc import Iterator
 import pytest
 
 from prfaas.core.deployment import CONTROL
-from prfaas.serving.transport.endpoint import KvEndpoint
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.region_layout import PeerLayouts, TransferLayout
-from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.io.endpoint import KvEndpoint
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.peer_layouts import PeerLayouts
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.options import Peer
+from prfaas.serving.transport.protocol.pacing import PaceOrder
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.region_layout import TransferLayout
 
 from .harness import FAST_RECEIVER, FAST_SENDER, FINGERPRINT, KEY, SizesByTokens
 

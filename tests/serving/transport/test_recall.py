@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.transport.outgoing import SendPhase
-from prfaas.serving.transport.sender_connection import SenderConnection
-from prfaas.serving.transport.wire import FrameType, Header
+from prfaas.serving.transport.io.sender_connection import SenderConnection
+from prfaas.serving.transport.protocol.outgoing import SendPhase
+from prfaas.serving.transport.protocol.wire import FrameType, Header
 
 from .harness import FAST_RECEIVER, FAST_SENDER, World, await_over, await_true, with_options
 from .proxy import FaultyProxy
