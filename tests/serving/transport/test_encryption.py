@@ -361,7 +361,7 @@ def test_unauthenticated_peers_are_refused_and_logged_once(
     assert sentence in transfer.reason
     stats = world.receiver.stats()
     assert (stats["connections"], stats["received_bytes"], stats["opened"]) == (0, 0, 0)
-    by_sender = [r.getMessage() for r in caplog.records if r.name.endswith("peer_queue")]
+    by_sender = [r.getMessage() for r in caplog.records if r.name.endswith("shared_queue")]
     by_receiver = [r.getMessage() for r in caplog.records if r.name.endswith("unauthenticated")]
     assert len(by_sender) == 1 and sentence in by_sender[0]
     assert len(by_receiver) <= 1

@@ -66,5 +66,5 @@ def test_an_observer_steers_the_sender_over_the_receivers_port(endpoint: KvEndpo
 def test_sides_that_agree_on_layouts_do_so_for_both_directions() -> None:
     layouts: PeerLayouts[SizesByTokens] = PeerLayouts([1], lambda *_: SizesByTokens(), SizesByTokens())
     both = made(layouts)
-    assert both.sender._layouts is both.receiver._handshake.layouts is layouts
+    assert both.sender._layouts is both.receiver._handshake.hello.layouts is layouts
     assert made(SizesByTokens()).sender._layouts is None

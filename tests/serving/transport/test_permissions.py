@@ -2,6 +2,7 @@
 
 import secrets
 import socket
+import time
 
 import pytest
 
@@ -129,7 +130,7 @@ def test_only_the_control_plane_paces_and_probes(name: str) -> None:
                 with pytest.raises((ConnectionEnded, ConnectionResetError)):
                     receive_control(sock)
         assert sender._pacers["wan"].pace_bits_per_s == 64e6
-        assert sender._pacers["wan"].admit_probe(1000) == 1000
+        assert sender._pacers["wan"].admit_probe(1000, time.monotonic()) == 1000
         assert receiver.stats()["watched"] == 0
     finally:
         sender.close()
