@@ -41,10 +41,6 @@ OF_ONE_USER = {
     *("serving.engines.vllm.dense_sums", "serving.engines.vllm.state_layout"),
     # Asks ranks for what several parts of the plane hear; it is none of them.
     "serving.control.rank_stats",
-    # Who may say what, as plain values: read by itself, and by the pages that tell of it.
-    "serving.transport.protocol.permissions",
-    # The sums of a sender's links, another noun than the sender.
-    "serving.transport.protocol.link_report",
     # Beside the package studies draw with it.
     "lab.report.drawing",
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.

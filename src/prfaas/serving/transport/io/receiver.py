@@ -127,17 +127,14 @@ class Receiver:
         self.name = name
         self._address = (host, port)
         self._options = options or ReceiverOptions()
-        self._handshake = ServerHandshake(
-            hello=ServerHello(
-                key=key,
-                name=name,
-                session=secrets.token_hex(8),
-                fingerprint=dict(fingerprint),
-                layouts=layout if isinstance(layout, PeerLayouts) else None,
-            ),
-            handshake_s=self._options.handshake_s,
-            tls=tls,
+        hello = ServerHello(
+            key=key,
+            name=name,
+            session=secrets.token_hex(8),
+            fingerprint=dict(fingerprint),
+            layouts=layout if isinstance(layout, PeerLayouts) else None,
         )
+        self._handshake = ServerHandshake(hello=hello, handshake_s=self._options.handshake_s, tls=tls)
         self._producers = None if peer_list is None else peer_list.producers
         self._plain_peers: frozenset[str] = frozenset() if peer_list is None else peer_list.plain
         digest = "" if peer_list is None else peer_list.digest
@@ -145,9 +142,8 @@ class Receiver:
         self._sender = sender
         self._on_request = on_request
         self._more_stats = more_stats
-        self.transfers = ReceivedTransfers(
-            TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
-        )
+        table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
+        self.transfers = ReceivedTransfers(table)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
         self._unauthenticated = UnauthenticatedPeers(name, self._options.max_unauthenticated)

@@ -387,6 +387,10 @@ class IncomingTransfer:
         return bool(self._arriving or self._lent)
 
 
+class ForeignTicketError(TicketError):
+    """The ticket is another producer's: what its holder says of the transfer is nothing to that."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenCheck:
     """Check of an OPEN: its ticket, the names in it, and the regions that both sides expect."""
@@ -420,7 +424,7 @@ class OpenCheck:
         if not _is_rank_of(self.name, ticket.consumer):
             raise TicketError(f"ticket names consumer {ticket.consumer}, this is {self.name}")
         if not _is_rank_of(session.name, ticket.producer):
-            raise TicketError(f"ticket names producer {ticket.producer}, the peer is {session.name}")
+            raise ForeignTicketError(f"ticket names producer {ticket.producer}, the peer is {session.name}")
         ours = expected_regions(self.layout, ticket, offer, session.name)
         if len(ours) > MAX_REGIONS or not all(0 <= nbytes <= MAX_REGION_BYTES for nbytes in ours):
             raise WireError("this side's own regions are out of bounds")

@@ -12,6 +12,7 @@ from prfaas.serving.transport.protocol.ended_transfers import PartialTransfers, 
 from prfaas.serving.transport.protocol.handshake import PeerIdentity
 from prfaas.serving.transport.protocol.incoming import (
     ChunkPlace,
+    ForeignTicketError,
     FrameSink,
     IncomingTransfer,
     OpenCheck,
@@ -289,7 +290,7 @@ class TransferTable:
         except ValueError as error:
             self._counters["refused"] += not body.get("checkpoint")
             connection.post(refuse(transfer_id, str(error)))
-            if live is None and over is None:
+            if live is None and over is None and not isinstance(error, ForeignTicketError):
                 self.report(transfer_id, TransferStatus.refused(str(error)), now_s)
             return
         self._counters["opened"] += transfer.checkpoint_of is None
