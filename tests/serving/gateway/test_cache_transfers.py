@@ -17,9 +17,9 @@ from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route
 from prfaas.serving.ledger_file import open_ledger
 from prfaas.serving.secret_files import load_key
 from prfaas.serving.transport.io.observer import Observer
-from prfaas.serving.transport.io.peer_layouts import AskedTransfers
 from prfaas.serving.transport.io.receiver import Receiver
 from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.region_layout import AskedTransfers
 from prfaas.serving.transport.protocol.requests import CopyOrder, CopyResult, PeerRequest
 from prfaas.serving.transport.protocol.ticket import Ticket
 

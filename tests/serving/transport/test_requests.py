@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.serving.transport.io.observer import Observer
-from prfaas.serving.transport.io.peer_layouts import AskedTransfers
 from prfaas.serving.transport.io.receiver import Receiver
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.region_layout import AskedTransfers
 from prfaas.serving.transport.protocol.requests import (
     MAX_COPIED_TOKENS,
     MAX_PULLED_PAGES,

@@ -17,8 +17,8 @@ from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.pool.store import PageStore
 from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.transport.io.observer import Observer
-from prfaas.serving.transport.io.peer_layouts import AskedTransfers
 from prfaas.serving.transport.io.received_transfers import ReceivedTransfers
+from prfaas.serving.transport.protocol.region_layout import AskedTransfers
 from prfaas.serving.transport.protocol.requests import (
     MAX_PULLED_PAGES,
     CopyOrder,

@@ -13,11 +13,11 @@ from prfaas.serving.pool.lending import PageLender
 from prfaas.serving.pool.store import PageStore
 from prfaas.serving.transport.io.endpoint import KvEndpoint
 from prfaas.serving.transport.io.observer import Observer
-from prfaas.serving.transport.io.peer_layouts import AskedTransfers
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.io.tls_identity import TlsIdentity
 from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.region_layout import AskedTransfers
 from prfaas.serving.transport.protocol.requests import CopyOrder, FollowOrder, PeerRequest, refuse_request
 
 # The geometry is compared in each PULL: a pool listens before its first engine has set it.

@@ -5,9 +5,9 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from prfaas.serving.transport.io.sockets import (
     ByteStream,
@@ -30,15 +30,38 @@ from prfaas.serving.transport.protocol.handshake import (
     MAX_HANDSHAKE_BYTES,
     NONCE_BYTES,
     ClientHello,
+    Frame,
     HandshakeError,
     PeerIdentity,
     ServerHello,
-    frames_of,
+    Welcome,
     rejected,
-    unreadable,
 )
 from prfaas.serving.transport.protocol.sealing import SECRET_BYTES, Sealing
 from prfaas.serving.transport.protocol.wire import FrameType, WireError, pack_control
+
+_ResultT = TypeVar("_ResultT")
+
+
+def _converse(
+    stream: ByteStream, side: Generator[bytes, Frame, _ResultT], deadline_s: float | None
+) -> _ResultT:
+    frame = next(side)
+    while True:
+        if frame:
+            if deadline_s is not None:
+                limit(stream, deadline_s)
+            stream.sendall(frame)
+        try:
+            came = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
+        except WireError as error:
+            side.throw(error)
+            raise
+        try:
+            frame = side.send(came)
+        except StopIteration as end:
+            result: _ResultT = end.value
+            return result
 
 
 def greet(
@@ -64,62 +87,40 @@ def greet(
         OSError: the connection is broken.
     """
     if tls is None:
-        _introduce(sock, hello, deadline_s)
-        return None
+        return _converse(sock, hello.converse(encrypted=False), deadline_s).sealing
     try:
         stream = TlsStream(sock, tls.client_context(), server_side=False, deadline_s=deadline_s)
         hello.check_certificate(stream.certificate())
-        _introduce(stream, hello, deadline_s)
-        return hello.keys(*receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES))
+        return _converse(stream, hello.converse(encrypted=True), deadline_s).sealing
     except (ssl.SSLError, NotTlsError) as error:
         raise tls_trouble(error, hello.server_name) from None
-
-
-def _introduce(stream: ByteStream, hello: ClientHello, deadline_s: float | None) -> None:
-    stream.sendall(hello.frame())
-    header, challenge = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
-    stream.sendall(hello.answer(header, challenge))
-    hello.finish(*receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES))
-    hello.agree(challenge)
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """What a client knows of the server that has taken it."""
-
-    session: str
-    """New with each of its starts."""
-    frames: frozenset[int]
-    """Types of the frames that it understands."""
-    sealing: Sealing | None
-    """The keys that seal all further frames; None on a plain connection."""
 
 
 async def greet_async(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: ClientHello, tls: TlsIdentity | None
 ) -> Welcome:
-    """Client side on asyncio streams, without a deadline. `tls`: encrypt the connection; None: it is plain.
+    """Client side on asyncio streams, without a deadline; else as `greet`.
 
     Raises:
-        HandshakeError: one side has refused the other.
-        WireError: the server does not speak this protocol.
-        OSError: the connection is broken.
         asyncio.IncompleteReadError: the server has ended it.
     """
-    if tls is None:
-        writer.write(hello.frame())
-        header, challenge = await read_frame(reader)
-        writer.write(hello.answer(header, challenge))
-        session = hello.finish(*await read_frame(reader))
-        return Welcome(session, frames_of(challenge), None)
+    side = hello.converse(encrypted=tls is not None)
     try:
-        stream = await AsyncTlsStream.open(reader, writer, tls.client_context())
-        hello.check_certificate(stream.certificate())
-        stream.write(hello.frame())
-        header, challenge = await read_frame(stream)
-        stream.write(hello.answer(header, challenge))
-        session = hello.finish(*await read_frame(stream))
-        return Welcome(session, frames_of(challenge), hello.keys(*await read_frame(stream)))
+        source: asyncio.StreamReader | AsyncTlsStream = reader
+        sink: asyncio.StreamWriter | AsyncTlsStream = writer
+        if tls is not None:
+            source = sink = await AsyncTlsStream.open(reader, writer, tls.client_context())
+            hello.check_certificate(sink.certificate())
+        frame = next(side)
+        while True:
+            if frame:
+                sink.write(frame)
+            try:
+                header, body = await read_frame(source)
+                frame = side.send((header, dict(body)))
+            except StopIteration as end:
+                welcome: Welcome = end.value
+                return welcome
     except (ssl.SSLError, NotTlsError) as error:
         raise tls_trouble(error, hello.server_name) from None
 
@@ -174,7 +175,8 @@ class ServerHandshake:
                 context = self.tls.server_context()
                 stream = opened = TlsStream(sock, context, server_side=True, deadline_s=deadline_s)
                 certificate = opened.certificate()
-            identity = self._examine(stream, producers, deadline_s, certificate)
+            side = self.hello.converse(secrets.token_hex(NONCE_BYTES), producers, certificate)
+            identity = _converse(stream, side, deadline_s)
             if not is_tls and self.tls is not None and identity.name.partition("/")[0] not in plain_peers:
                 sentence = f"{self.hello.name} takes only encrypted connections from {identity.name}"
                 raise rejected(sentence, identity.name)
@@ -185,6 +187,7 @@ class ServerHandshake:
         except (ssl.SSLError, NotTlsError) as error:
             drain(sock, deadline_s)
             raise tls_trouble(error, "the client") from None
+        limit(stream, deadline_s)
         admit(identity)
         stream.sendall(self.hello.welcome())
         if not is_tls:
@@ -192,22 +195,3 @@ class ServerHandshake:
         secret = secrets.token_bytes(SECRET_BYTES)
         stream.sendall(pack_control(FrameType.KEYS, body={"secret": secret.hex()}))
         return identity, Sealing.of_server(secret)
-
-    def _examine(
-        self,
-        stream: ByteStream,
-        producers: Collection[str] | None,
-        deadline_s: float,
-        certificate: Mapping[str, Any] | None,
-    ) -> PeerIdentity:
-        """HELLO, CHALLENGE and AUTH, which authenticate the client or reject it. `certificate`: None without TLS."""
-        try:
-            header, hello = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
-        except WireError as error:
-            raise unreadable(error) from None
-        challenge = self.hello.challenge(header, hello, secrets.token_hex(NONCE_BYTES))
-        stream.sendall(pack_control(FrameType.CHALLENGE, body=challenge))
-        header, auth = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
-        self.hello.authenticate(header, auth, hello, challenge)
-        limit(stream, deadline_s)
-        return self.hello.admit(hello, producers, certificate)

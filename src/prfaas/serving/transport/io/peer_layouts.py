@@ -1,50 +1,13 @@
-"""Layouts of the threads of one side: agreed with each of its peers, or asked for."""
+"""Layouts that the threads of one side agree on with each of its peers."""
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Generic, TypeVar
 
 from prfaas.serving.transport.protocol.region_layout import AgreedLayout
 from prfaas.serving.transport.protocol.ticket import part_id
 from prfaas.serving.transport.protocol.wire import WireError
-
-
-class AskedTransfers:
-    """Transfers of one region that this side has asked for; thread-safe.
-
-    The producer may lack some of it, so only the most that may come is known in advance.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._most_bytes: dict[bytes, int] = {}
-
-    def ask(self, transfer_id: bytes, most_bytes: int) -> None:
-        """Expect this transfer, of at most `most_bytes`, until `forget`."""
-        with self._lock:
-            self._most_bytes[transfer_id] = most_bytes
-
-    def forget(self, transfer_id: bytes) -> None:
-        """Stop expecting it; idempotent."""
-        with self._lock:
-            self._most_bytes.pop(transfer_id, None)
-
-    def check(self, transfer_id: bytes, announced: Sequence[int]) -> None:
-        """Check that a transfer was asked for with such regions.
-
-        Raises:
-            ValueError: nobody asked for it, or it is another one than was asked for.
-        """
-        with self._lock:
-            most_bytes = self._most_bytes.get(transfer_id)
-        if most_bytes is None:
-            raise WireError("this side asked for no such transfer")
-        if len(announced) != 1 or not 0 < announced[0] <= most_bytes:
-            raise WireError(
-                f"regions of {list(announced)[:4]} bytes, where one of up to {most_bytes} was asked for"
-            )
-
 
 AgreedT = TypeVar("AgreedT", bound=AgreedLayout)
 

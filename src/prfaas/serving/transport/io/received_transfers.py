@@ -26,29 +26,27 @@ class Arrival(StagedRegions):
 
     def __init__(
         self,
+        of: "ReceivedTransfers",
         transfer: IncomingTransfer,
         lease: StagingLease,
-        lock: Lock,
         on_change: Callable[[], None],
-        admit: Callable[[float], None],
     ) -> None:
-        """Called under `lock`, which guards the transfer and `admit`, which lets waiting transfers in."""
+        """Made inside `of`."""
         super().__init__(lease, transfer.region_starts, transfer.region_bytes)
         self._transfer = transfer
-        self._lock = lock
-        self._admit = admit
+        self._transfers = of
         transfer.lend(self, on_change)
 
     def ends(self, starts: Sequence[tuple[int, int]]) -> list[int]:
         """The end of the verified bytes that begin at each (region, start in bytes)."""
-        with self._lock:
+        with self._transfers:
             return [self._transfer.covered_end(region, start) for region, start in starts]
 
     def give_back(self) -> None:
         """End reading; idempotent."""
-        with self._lock:
+        with self._transfers as table:
             self._transfer.give_back(self)
-            self._admit(time.monotonic())
+            table.admit(time.monotonic())
 
 
 class FollowedTransfer:
@@ -59,13 +57,12 @@ class FollowedTransfer:
 
     def __init__(
         self,
+        of: "ReceivedTransfers",
         transfer: IncomingTransfer,
         lease: StagingLease,
-        lock: Lock,
         on_change: Callable[[], None],
-        admit: Callable[[float], None],
     ) -> None:
-        """Called, and with arguments, as `Arrival`."""
+        """Made inside `of`."""
         self.ticket = transfer.ticket
         """The transfer's ticket, with the transfer's own id."""
         self.region_starts = tuple(transfer.region_starts)
@@ -74,19 +71,18 @@ class FollowedTransfer:
         """Its place in the arena."""
         self._transfer = transfer
         self._lease: StagingLease | None = lease
-        self._lock = lock
-        self._admit = admit
+        self._transfers = of
         lease.share()
         transfer.follow(self, on_change)
 
     def covered(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The verified bytes of each region, as ascending ranges from their start to their end."""
-        with self._lock:
+        with self._transfers:
             return self._transfer.covered_ranges()
 
     def status(self) -> TransferStatus:
         """The transfer's phase and progress, regardless of whether the engine here has taken it."""
-        with self._lock:
+        with self._transfers:
             return self._transfer.status()
 
     @property
@@ -96,11 +92,11 @@ class FollowedTransfer:
 
     def give_back(self) -> None:
         """End reading by other processes; idempotent."""
-        with self._lock:
+        with self._transfers as table:
             lease, self._lease = self._lease, None
             if lease is not None:
                 lease.free()
-                self._admit(time.monotonic())
+                table.admit(time.monotonic())
 
 
 class ReceivedTransfers:
@@ -179,10 +175,9 @@ class ReceivedTransfers:
         it: it must not block, nor call this object.
         """
         with self._lock:
-            transfer = self.table.arriving(transfer_id)
-            if transfer is None or transfer.lease is None:
+            if (transfer := self.table.arriving(transfer_id)) is None or transfer.lease is None:
                 return None
-            return Arrival(transfer, transfer.lease, self._lock, on_change, self.table.admit)
+            return Arrival(self, transfer, transfer.lease, on_change)
 
     def follow(self, transfer_id: bytes, on_change: Callable[[], None]) -> FollowedTransfer | None:
         """A transfer that other processes read; the caller must give it back. None, and `on_change`, as of `lend`.
@@ -190,10 +185,9 @@ class ReceivedTransfers:
         Here it is taken, dropped and broken as any other transfer.
         """
         with self._lock:
-            transfer = self.table.arriving(transfer_id)
-            if transfer is None or transfer.lease is None:
+            if (transfer := self.table.arriving(transfer_id)) is None or transfer.lease is None:
                 return None
-            return FollowedTransfer(transfer, transfer.lease, self._lock, on_change, self.table.admit)
+            return FollowedTransfer(self, transfer, transfer.lease, on_change)
 
     def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
         """As of the table."""

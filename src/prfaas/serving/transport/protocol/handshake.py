@@ -11,7 +11,7 @@ KEYS, hands over the secret that all later frames of this connection are sealed 
 import hmac
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +61,22 @@ class HandshakeError(ConnectionError):
         super().__init__(sentence)
         self.peer = peer
         self.reply = reply
+
+
+Frame = tuple[Header, dict[str, Any]]
+"""A control frame, and its fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What a client knows of the server that has taken it."""
+
+    session: str
+    """New with each of its starts."""
+    frames: frozenset[int]
+    """Types of the frames that it understands."""
+    sealing: Sealing | None
+    """The keys that seal all further frames; None on a plain connection."""
 
 
 class ReportedLayout(Protocol):
@@ -155,20 +171,24 @@ class ClientHello:
             raise HandshakeError(f"{self.server_name} answered AUTH with {header.kind.name}")
         return text_field(body, "session", 64)
 
-    def agree(self, challenge: Mapping[str, Any]) -> None:
-        """Compare both sides' KV, once the server has welcomed this one.
+    def converse(self, *, encrypted: bool) -> Generator[bytes, Frame, Welcome]:
+        """Yield what to send to the server, if anything, and take what comes then.
 
         Raises:
-            HandshakeError: no KV can travel to it.
+            HandshakeError: one side refuses the other.
+            WireError: the server does not speak this protocol.
         """
-        trouble: str | None = None
+        header, challenge = yield self.frame()
+        session = self.finish(*(yield self.answer(header, challenge)))
         if self.role == ROLE_PRODUCER:
             both = (self.fingerprint, challenge.get("fingerprint"), self.name, self.server_name)
-            trouble = fingerprint_difference(*both)
-        if not trouble and self.layouts is not None:
-            trouble = self.layouts.note(self.server_name, challenge.get("layout"), sends=True)
-        if trouble:
+            if difference := fingerprint_difference(*both):
+                raise HandshakeError(difference)
+        if self.layouts is not None and (
+            trouble := self.layouts.note(self.server_name, challenge.get("layout"), sends=True)
+        ):
             raise HandshakeError(trouble)
+        return Welcome(session, frames_of(challenge), self.keys(*(yield b"")) if encrypted else None)
 
     def check_certificate(self, certificate: Mapping[str, Any]) -> None:
         """Check that the server's certificate is its own.
@@ -208,10 +228,7 @@ def frames_of(challenge: Mapping[str, Any]) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerHello:
-    """A server's side of the handshake: its CHALLENGE, and whom it takes for whom. All but `nonce` is of every client.
-
-    A `HandshakeError` here has the REJECT to send.
-    """
+    """A server's side of the handshake."""
 
     key: bytes
     """Of the deployment, 32 bytes."""
@@ -223,36 +240,26 @@ class ServerHello:
     layouts: ReportedLayout | None = None
     """None: producers keep KV as this side does."""
 
-    def challenge(self, header: Header, hello: Mapping[str, Any], nonce: str) -> dict[str, Any]:
-        """Check a client's HELLO.
+    def converse(
+        self, nonce: str, producers: Collection[str] | None, certificate: Mapping[str, Any] | None
+    ) -> Generator[bytes, Frame, PeerIdentity]:
+        """Yield what to send to a client, if anything, take what comes then; in the end it is authenticated.
 
         Args:
-            header: of the client's first frame.
-            hello: its fields.
             nonce: 16 random bytes as hex, of this connection alone.
-
-        Returns:
-            The fields of the CHALLENGE.
+            producers: the only names that may send; None: all that have the key.
+            certificate: that the client has shown; None without TLS.
 
         Raises:
-            HandshakeError: the client is refused.
+            HandshakeError: the client is refused; mostly with the REJECT to send.
             WireError: it does not speak this protocol.
         """
-        if header.kind is not FrameType.HELLO:
-            raise HandshakeError(f"a client began with {header.kind.name} instead of HELLO")
-        if hello.get("version") != PROTOCOL_VERSION:
-            said = legible(repr(hello.get("version")), 40)
-            raise rejected(f"{self.name} speaks protocol version {PROTOCOL_VERSION}, the peer {said}")
-        client, _role = text_field(hello, "name", 255), text_field(hello, "role", 16)
-        session, server = text_field(hello, "session", 64), text_field(hello, "server", 255)
-        if not is_peer_name(client):
-            raise rejected(f"{legible(repr(client), 80)} is no name of an engine, a gateway or a tool")
-        if not _SESSION.fullmatch(session) or not _NONCE.fullmatch(text_field(hello, "nonce")):
-            raise rejected(
-                f"session and nonce of {client} must be letters and digits, the nonce {2 * NONCE_BYTES} of hex"
-            )
-        if server != self.name:
-            raise rejected(f"this is {self.name}, not {legible(server, 80)}")
+        try:
+            header, hello = yield b""
+        except WireError as error:
+            # Another version's client learns at least why; its header layout up to the type is the same.
+            raise rejected(str(error), again=not isinstance(error, VersionError)) from None
+        client, role, session = self._read(header, hello)
         answer = {
             "name": self.name,
             "nonce": nonce,
@@ -260,34 +267,12 @@ class ServerHello:
             "layout": None if self.layouts is None else self.layouts.reported,
             "frames": sorted(FrameType),
         }
-        return answer | {"proof": _proof(self.key, "server", hello, answer).hex()}
-
-    def authenticate(
-        self, header: Header, auth: Mapping[str, Any], hello: Mapping[str, Any], challenge: Mapping[str, Any]
-    ) -> None:
-        """Check a client's answer to the `challenge` to its `hello`. Raises as `challenge`."""
-        said = {field: value for field, value in challenge.items() if field != "proof"}
-        proof = text_field(auth, "proof") if header.kind is FrameType.AUTH else ""
-        if not _proved(self.key, "client", hello, said, proof):
-            raise rejected(f"{hello['name']} does not have this deployment's key")
-
-    def admit(
-        self,
-        hello: Mapping[str, Any],
-        producers: Collection[str] | None,
-        certificate: Mapping[str, Any] | None,
-    ) -> PeerIdentity:
-        """Whether an authenticated client is welcome.
-
-        Args:
-            hello: its HELLO.
-            producers: the only names that may send; None: all that have the key.
-            certificate: that it has shown; None without TLS.
-
-        Raises:
-            HandshakeError: it is not.
-        """
-        client, role = str(hello["name"]), str(hello["role"])
+        proof = _proof(self.key, "server", hello, answer).hex()
+        header, auth = yield pack_control(FrameType.CHALLENGE, body=answer | {"proof": proof})
+        if header.kind is not FrameType.AUTH or not _proved(
+            self.key, "client", hello, answer, text_field(auth, "proof")
+        ):
+            raise rejected(f"{client} does not have this deployment's key")
         if certificate is not None and not names_instance(certificate, client):
             shown = legible(names_of(certificate), 100)
             raise rejected(f"{client} has shown the certificate of {shown}", client)
@@ -304,7 +289,26 @@ class ServerHello:
                 difference = self.layouts.note(client, hello.get("layout"), sends=False)
             if difference is not None:
                 raise rejected(difference, client)
-        return PeerIdentity(client, role, str(hello["session"]))
+        return PeerIdentity(client, role, session)
+
+    def _read(self, header: Header, hello: Mapping[str, Any]) -> tuple[str, str, str]:
+        """Name, role and session in a HELLO."""
+        if header.kind is not FrameType.HELLO:
+            raise HandshakeError(f"a client began with {header.kind.name} instead of HELLO")
+        if hello.get("version") != PROTOCOL_VERSION:
+            said = legible(repr(hello.get("version")), 40)
+            raise rejected(f"{self.name} speaks protocol version {PROTOCOL_VERSION}, the peer {said}")
+        client, role = text_field(hello, "name", 255), text_field(hello, "role", 16)
+        session, server = text_field(hello, "session", 64), text_field(hello, "server", 255)
+        if not is_peer_name(client):
+            raise rejected(f"{legible(repr(client), 80)} is no name of an engine, a gateway or a tool")
+        if not _SESSION.fullmatch(session) or not _NONCE.fullmatch(text_field(hello, "nonce")):
+            raise rejected(
+                f"session and nonce of {client} must be letters and digits, the nonce {2 * NONCE_BYTES} of hex"
+            )
+        if server != self.name:
+            raise rejected(f"this is {self.name}, not {legible(server, 80)}")
+        return client, role, session
 
     def welcome(self) -> bytes:
         """The WELCOME frame."""
@@ -316,14 +320,6 @@ def rejected(reason: str, peer: str = "", *, again: bool | None = None) -> Hands
     more = {} if again is None else {"again": again}
     reply = pack_control(FrameType.REJECT, body={"reason": reason} | more)
     return HandshakeError(reason, peer=peer, reply=reply)
-
-
-def unreadable(error: WireError) -> HandshakeError:
-    """The answer to a first frame that is none: another version's client learns at least why.
-
-    Its header layout up to the type is the same.
-    """
-    return rejected(str(error), again=not isinstance(error, VersionError))
 
 
 def names_instance(certificate: Mapping[str, Any], peer_name: str) -> bool:

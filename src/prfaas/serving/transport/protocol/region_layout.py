@@ -56,6 +56,38 @@ class CheckpointedLayout(Protocol):
         """
 
 
+class AskedTransfers:
+    """Transfers of one region that this side has asked for; thread-safe, since each call is one step of a dictionary.
+
+    The producer may lack some of it, so only the most that may come is known in advance.
+    """
+
+    def __init__(self) -> None:
+        self._most_bytes: dict[bytes, int] = {}
+
+    def ask(self, transfer_id: bytes, most_bytes: int) -> None:
+        """Expect this transfer, of at most `most_bytes`, until `forget`."""
+        self._most_bytes[transfer_id] = most_bytes
+
+    def forget(self, transfer_id: bytes) -> None:
+        """Stop expecting it; idempotent."""
+        self._most_bytes.pop(transfer_id, None)
+
+    def check(self, transfer_id: bytes, announced: Sequence[int]) -> None:
+        """Check that a transfer was asked for with such regions.
+
+        Raises:
+            ValueError: nobody asked for it, or it is another one than was asked for.
+        """
+        most_bytes = self._most_bytes.get(transfer_id)
+        if most_bytes is None:
+            raise WireError("this side asked for no such transfer")
+        if len(announced) != 1 or not 0 < announced[0] <= most_bytes:
+            raise WireError(
+                f"regions of {list(announced)[:4]} bytes, where one of up to {most_bytes} was asked for"
+            )
+
+
 class AgreedLayout(RegionLayout, Protocol):
     """A layout in a form that both sides of a transfer know."""
 
@@ -65,14 +97,6 @@ class AgreedLayout(RegionLayout, Protocol):
     """Number of the transfer among those that bring the consumer's rank its KV."""
     parts: int
     """How many transfers those are."""
-
-
-@runtime_checkable
-class AskedLayout(Protocol):
-    """What this side has asked for, in place of a layout: the producer may lack some of it."""
-
-    def check(self, transfer_id: bytes, announced: Sequence[int]) -> None:
-        """Check that a transfer was asked for with such regions. Raises ValueError."""
 
 
 @runtime_checkable
@@ -86,7 +110,7 @@ class LayoutsByPeer(Protocol):
         """The layout with which one of them began, by its own id; None: it has not, or long ago."""
 
 
-TransferLayout = RegionLayout | AskedLayout | LayoutsByPeer
+TransferLayout = RegionLayout | AskedTransfers | LayoutsByPeer
 
 
 def expected_regions(layout: TransferLayout, ticket: Ticket, offer: Offer, producer: str) -> tuple[int, ...]:
@@ -103,10 +127,10 @@ def expected_regions(layout: TransferLayout, ticket: Ticket, offer: Offer, produ
     """
     if offer.part and not isinstance(layout, LayoutsByPeer):
         raise WireError(f"{producer} sends part {offer.part} of a transfer that has one part")
-    if isinstance(layout, AskedLayout) and not offer.checkpoint:
+    if isinstance(layout, AskedTransfers) and not offer.checkpoint:
         layout.check(ticket.transfer_id, offer.regions)
         return offer.regions
-    regions: RegionLayout | AskedLayout = (
+    regions: RegionLayout | AskedTransfers = (
         layout.begin(producer, ticket.transfer_id, offer.form, offer.part)
         if isinstance(layout, LayoutsByPeer)
         else layout
@@ -115,7 +139,7 @@ def expected_regions(layout: TransferLayout, ticket: Ticket, offer: Offer, produ
         if not isinstance(regions, CheckpointedLayout) or not offer.checkpoint < ticket.num_tokens:
             raise WireError(f"there is no checkpoint of this transfer after {offer.checkpoint} tokens")
         return tuple(regions.checkpoint_bytes(offer.checkpoint))
-    assert not isinstance(regions, AskedLayout)
+    assert not isinstance(regions, AskedTransfers)
     return tuple(regions.region_bytes(ticket.num_tokens, ticket.skip_tokens))
 
 
