@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+USER_TIMEOUT_S = 3.0
+
 
 class Events:
     """What is to happen, by its time; at the same time in the order in which it was planned."""
@@ -74,7 +76,8 @@ class Direction:
 
     @property
     def in_flight(self) -> int:
-        return len(self._under_way)
+        """1 while something is not acknowledged."""
+        return int(self.sent_bytes > self.arrived_bytes)
 
     def end(self) -> None:
         """What is under way is lost."""
@@ -112,9 +115,20 @@ class Connection:
         return len(self._open) == 2
 
     def freeze(self, seconds: float) -> None:
-        """Nothing arrives for a while; nobody learns of it."""
+        """Nothing arrives for a while. An end learns of it if what it has sent stays unacknowledged for long."""
         for way in (self.to_server, self.to_client):
             way.frozen_until_s = max(way.frozen_until_s, self._events.now_s + seconds)
+        self._await_acknowledgements({"client": 0, "server": 0})
+
+    def _await_acknowledgements(self, looks: dict[str, int]) -> None:
+        """As TCP_USER_TIMEOUT does."""
+        if self._events.now_s >= self.to_server.frozen_until_s or not self._open:
+            return
+        for side, way in (("client", self.to_server), ("server", self.to_client)):
+            looks[side] = looks[side] + 1 if way.in_flight else 0
+            if looks[side] > USER_TIMEOUT_S:
+                self._end(side)
+        self._events.after(1.0, lambda: self._await_acknowledgements(looks))
 
     def shut(self, *, by_client: bool) -> None:
         """One end closes: what it has sent still arrives, then the other learns of it, if the path lives."""

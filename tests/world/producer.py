@@ -341,6 +341,7 @@ class Producer(Process):
             source = ShortLived(content[region][start:end])
             if self.world.is_faulty(self) and fate < 0.03:
                 source.is_gone = index == len(pieces) - 1
+                self.world.sent[transfer.transfer_id].is_spoiled = True
             urgent = rng.random() < 0.2
             self._later(
                 at_s, lambda r=region, s=start, src=source, u=urgent: self.put(transfer, r, s, src, urgent=u)
@@ -350,6 +351,7 @@ class Producer(Process):
         if not ends_after or not pieces:
             self._later(0.0, lambda: self.end(transfer))
         if self.world.is_faulty(self) and fate > 0.95:
+            self.world.sent[transfer.transfer_id].is_spoiled = True
             self._later(rng.uniform(0.0, at_s + 0.3), lambda: self.abort(transfer, "preempted"))
         self._later(at_s, done)
 
