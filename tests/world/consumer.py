@@ -388,25 +388,14 @@ class Consumer(Process):
         transfer = self.table.arriving(transfer_id)
         if transfer is None or transfer.lease is None:
             return
-        if self._rng.random() < 0.5:
-            loan = object()
-            transfer.lend(loan, lambda: None)
-            self.events.after(
-                self._rng.uniform(0.0, 1.0), lambda: self.is_over or self._give_back(transfer, loan)
-            )
-        else:
-            lease = transfer.lease
-            lease.share()
-            self.followed.append(lease)
-            self.events.after(self._rng.uniform(0.0, 1.0), lambda: self.is_over or self._unfollow(lease))
+        lease = transfer.lend(lambda: None)
+        self.followed.append(lease)
+        self.events.after(
+            self._rng.uniform(0.0, 1.0), lambda: self.is_over or self._give_back(transfer, lease)
+        )
 
-    def _give_back(self, transfer: IncomingTransfer, loan: object) -> None:
+    def _give_back(self, transfer: IncomingTransfer, lease: StagingLease) -> None:
         self.world.read(transfer)
-        transfer.give_back(loan)
-        self.table.admit(self.events.now_s)
-        self.world.check()
-
-    def _unfollow(self, lease: StagingLease) -> None:
         self.followed.remove(lease)
         lease.free()
         self.table.admit(self.events.now_s)

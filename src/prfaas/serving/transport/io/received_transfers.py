@@ -10,7 +10,7 @@ from prfaas.serving.transport.protocol.incoming import (
     IncomingTransfer,
     ProducerSession,
 )
-from prfaas.serving.transport.protocol.staging import StagedRegions, StagedTransfer, StagingLease
+from prfaas.serving.transport.protocol.staging import StagedRegions, StagedTransfer
 from prfaas.serving.transport.protocol.transfer_table import TransferTable
 from prfaas.serving.transport.protocol.wire import Header, TransferStatus, WireError
 
@@ -18,62 +18,31 @@ _OVERLAP_WAIT_S = 5.0
 
 
 class Arrival(StagedRegions):
-    """A transfer whose verified bytes the engine reads while others are still arriving; thread-safe.
+    """A transfer whose verified bytes are read while others are still arriving; thread-safe.
 
     The staging stays in place until `give_back`, even if the transfer fails meanwhile. `ReceivedTransfers.state` still
     reports completion or failure, and `take` still hands over the complete transfer.
     """
 
     def __init__(
-        self,
-        of: "ReceivedTransfers",
-        transfer: IncomingTransfer,
-        lease: StagingLease,
-        on_change: Callable[[], None],
+        self, of: "ReceivedTransfers", transfer: IncomingTransfer, on_change: Callable[[], None]
     ) -> None:
-        """Made inside `of`."""
+        """Made inside `of`; the transfer has its staging."""
+        lease = transfer.lend(on_change)
         super().__init__(lease, transfer.region_starts, transfer.region_bytes)
-        self._transfer = transfer
+        self.ticket = transfer.ticket
+        """The transfer's ticket, with the transfer's own id."""
+        self.region_starts = tuple(transfer.region_starts)
+        self.lease_bytes, self.blocks = lease.nbytes, lease.blocks
+        """Its place in the arena."""
         self._transfers = of
-        transfer.lend(self, on_change)
+        self._transfer = transfer
+        self._is_read = True
 
     def ends(self, starts: Sequence[tuple[int, int]]) -> list[int]:
         """The end of the verified bytes that begin at each (region, start in bytes)."""
         with self._transfers:
             return [self._transfer.covered_end(region, start) for region, start in starts]
-
-    def give_back(self) -> None:
-        """End reading; idempotent."""
-        with self._transfers as table:
-            self._transfer.give_back(self)
-            table.admit(time.monotonic())
-
-
-class FollowedTransfer:
-    """A transfer whose staging other processes read: it stays in place until `give_back`, even if it fails here.
-
-    Made by `ReceivedTransfers.follow`; thread-safe.
-    """
-
-    def __init__(
-        self,
-        of: "ReceivedTransfers",
-        transfer: IncomingTransfer,
-        lease: StagingLease,
-        on_change: Callable[[], None],
-    ) -> None:
-        """Made inside `of`."""
-        self.ticket = transfer.ticket
-        """The transfer's ticket, with the transfer's own id."""
-        self.region_starts = tuple(transfer.region_starts)
-        self.region_bytes = transfer.region_bytes
-        self.lease_bytes, self.blocks = lease.nbytes, lease.blocks
-        """Its place in the arena."""
-        self._transfer = transfer
-        self._lease: StagingLease | None = lease
-        self._transfers = of
-        lease.share()
-        transfer.follow(self, on_change)
 
     def covered(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The verified bytes of each region, as ascending ranges from their start to their end."""
@@ -91,11 +60,11 @@ class FollowedTransfer:
         return self._transfer.phase.terminal
 
     def give_back(self) -> None:
-        """End reading by other processes; idempotent."""
+        """End reading; idempotent."""
         with self._transfers as table:
-            lease, self._lease = self._lease, None
-            if lease is not None:
-                lease.free()
+            if self._is_read:
+                self._is_read = False
+                self._lease.free()
                 table.admit(time.monotonic())
 
 
@@ -169,25 +138,14 @@ class ReceivedTransfers:
             return self.table.take(transfer_id, time.monotonic(), self._free, broken_tokens=broken_tokens)
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
-        """A transfer to read while it arrives; None while it has no staging, or none any more.
+        """A transfer to read while it arrives, here or in other processes; None while it has no staging, or none left.
 
-        `on_change` is called after each chunk and when the transfer completes or fails, by the thread that knows of
-        it: it must not block, nor call this object.
+        Otherwise it is taken, dropped and broken as any other. `on_change` is called after each chunk and when it
+        completes or fails, by the thread that knows of it: it must not block, nor call this object.
         """
         with self._lock:
-            if (transfer := self.table.arriving(transfer_id)) is None or transfer.lease is None:
-                return None
-            return Arrival(self, transfer, transfer.lease, on_change)
-
-    def follow(self, transfer_id: bytes, on_change: Callable[[], None]) -> FollowedTransfer | None:
-        """A transfer that other processes read; the caller must give it back. None, and `on_change`, as of `lend`.
-
-        Here it is taken, dropped and broken as any other transfer.
-        """
-        with self._lock:
-            if (transfer := self.table.arriving(transfer_id)) is None or transfer.lease is None:
-                return None
-            return FollowedTransfer(self, transfer, transfer.lease, on_change)
+            transfer = self.table.arriving(transfer_id)
+            return None if transfer is None else Arrival(self, transfer, on_change)
 
     def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
         """As of the table."""

@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from prfaas.serving.transport.io.received_transfers import FollowedTransfer
+from prfaas.serving.transport.io.received_transfers import Arrival
 from prfaas.serving.transport.io.receiver import Receiver
 from prfaas.serving.transport.io.sockets import shut
 from prfaas.serving.transport.io.staging_memory import MappedArena, StagingArena, mapped_memory
@@ -161,7 +161,7 @@ class LentTransfer(StagedRegions):
 class _Loan:
     """A transfer of this rank that siblings read."""
 
-    followed: FollowedTransfer
+    followed: Arrival
     readers: dict[int, bool]
     """Whether each of them has begun to load it."""
 
@@ -267,7 +267,7 @@ class SiblingStaging:
         with self._lock:
             begun = dict(self._begun)
         for transfer_id, each in begun.items():
-            followed = self._transfers.follow(transfer_id, partial(self._note_change, transfer_id))
+            followed = self._transfers.lend(transfer_id, partial(self._note_change, transfer_id))
             if followed is None:
                 self._give_up(transfer_id, each)
                 continue

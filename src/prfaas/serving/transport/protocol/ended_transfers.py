@@ -92,7 +92,7 @@ class PartialTransfers:
     ) -> StagedTransfer | None:
         """Hand the staging over, once, to resume after `tokens`.
 
-        None while a connection still writes into it or the engine reads it, and where nothing can resume there.
+        None while a connection still writes into it, and where nothing can resume there.
         """
         found = self._kept.get(transfer_id)
         if found is None or found[0].is_used or not found[0].status().resume_points.allows(tokens):

@@ -97,7 +97,7 @@ class IncomingTransfer:
        a connection writes, `unpin` records it if it was verified.
     2. `end` records the producer's END. When all bytes are `covered`, the table calls `complete`.
     3. `hand_over` makes the staging the engine's; `fail` and then `release` give it back.
-    4. Meanwhile the engine may read it (`lend`), and so may other processes (`follow`).
+    4. Meanwhile the engine may read it, and so may other processes (`lend`).
     """
 
     def __init__(
@@ -156,8 +156,7 @@ class IncomingTransfer:
         self._coverage = [Coverage() for _ in region_bytes]
         self._pieces = 0
         self._arriving: list[ChunkPlace] = []
-        self._lent: dict[object, Callable[[], None]] = {}
-        self._followed: dict[object, Callable[[], None]] = {}
+        self._readers: list[Callable[[], None]] = []
 
     def status(self, *, taken: bool = False) -> TransferStatus:
         """A snapshot; `taken`: the engine owns the staged bytes."""
@@ -215,21 +214,18 @@ class IncomingTransfer:
             checkpoint=None if checkpoint is None else checkpoint.hand_over(on_free),
         )
 
-    def lend(self, loan: object, on_change: Callable[[], None]) -> None:
-        """Keep the staging for the engine to read until `give_back`; `on_change` is called at each change."""
-        self._lent[loan] = on_change
+    def lend(self, on_change: Callable[[], None]) -> StagingLease:
+        """The staging, to be read until the reader frees it, whatever becomes of the transfer.
 
-    def give_back(self, loan: object) -> None:
-        """End a `lend`; frees the staging if it was kept only for that."""
-        if self._lent.pop(loan, None) is not None and self.phase is TransferPhase.FAILED:
-            self.release()
-
-    def follow(self, follower: object, on_change: Callable[[], None]) -> None:
-        """Call `on_change` at each change for a reader that holds the lease itself (`StagingLease.share`)."""
-        self._followed[follower] = on_change
+        `on_change` is called at each change.
+        """
+        assert self.lease is not None
+        self.lease.share()
+        self._readers.append(on_change)
+        return self.lease
 
     def _notify_readers(self) -> None:
-        for on_change in (*self._lent.values(), *self._followed.values()):
+        for on_change in self._readers:
             on_change()
 
     def end(self, overlapped_bytes: int) -> None:
@@ -364,7 +360,7 @@ class IncomingTransfer:
     def release(self) -> None:
         """Free the staging, unless it was handed over or is kept (`PartialTransfers`).
 
-        While a connection writes into it or the engine reads it, `unpin` or `give_back` frees it later.
+        While a connection writes into it, `unpin` frees it later.
         """
         if self.lease is not None and not self.is_used and not self.usable.tokens:
             self.lease.free()
@@ -383,8 +379,8 @@ class IncomingTransfer:
 
     @property
     def is_used(self) -> bool:
-        """True if a connection writes into its staging, or the engine reads it."""
-        return bool(self._arriving or self._lent)
+        """True if a connection writes into its staging."""
+        return bool(self._arriving)
 
 
 class ForeignTicketError(TicketError):
