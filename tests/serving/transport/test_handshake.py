@@ -253,12 +253,14 @@ def test_a_layout_that_is_changed_on_its_way_is_no_proof(changed: str) -> None:
     def client(sock: socket.socket) -> Any:
         ours = hello(layouts=layouts([16]))
         told = {"layout": [17]} if changed == "HELLO" else {}
+        side = ours.converse(encrypted=False)
+        next(side)
         sock.sendall(pack_control(FrameType.HELLO, body=ours.body() | told))
         header, challenge = receive_control(sock)
         if changed == "CHALLENGE":
             challenge["layout"] = [33]
-        sock.sendall(ours.answer(header, challenge))
-        return ours.finish(*receive_control(sock))
+        sock.sendall(side.send((header, challenge)))
+        return side.send(receive_control(sock))
 
     outcome, _ = meet(client, layouts=layouts([32]))
     assert isinstance(outcome, HandshakeError)
@@ -345,10 +347,12 @@ def test_proof_cannot_be_replayed_or_reflected() -> None:
     said = hello()
 
     def honest(sock: socket.socket) -> None:
-        sock.sendall(said.frame())
-        recorded.append(said.answer(*receive_control(sock)))
+        side = said.converse(encrypted=False)
+        sock.sendall(next(side))
+        recorded.append(side.send(receive_control(sock)))
         sock.sendall(recorded[0])
-        said.finish(*receive_control(sock))
+        with pytest.raises(StopIteration):
+            side.send(receive_control(sock))
 
     assert meet(honest)[0] is None
 
@@ -453,11 +457,11 @@ def test_all_sentences_fit_into_a_report(sentences: dict[str, str]) -> None:
 
 def test_a_damaged_hello_says_nothing_of_its_sender() -> None:
     def client(sock: socket.socket) -> None:
-        said = hello()
-        frame = bytearray(said.frame())
+        side = hello().converse(encrypted=False)
+        frame = bytearray(next(side))
         frame[-1] ^= 1
         sock.sendall(frame)
-        said.answer(*receive_control(sock))
+        side.send(receive_control(sock))
 
     outcome, _ = meet(client)
     assert isinstance(outcome, WireError) and "could not read the HELLO" in str(outcome)

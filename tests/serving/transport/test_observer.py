@@ -10,8 +10,8 @@ import pytest
 import uvloop
 
 from prfaas.serving.own_process import LoopClock
-from prfaas.serving.transport.io import greeting
 from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol import handshake
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
 from prfaas.serving.transport.protocol.handshake import HandshakeError, frames_of
 from prfaas.serving.transport.protocol.outgoing import SendPhase
@@ -212,7 +212,7 @@ def test_a_rank_tells_all_gateways_that_it_is_to_end(world: World) -> None:
 
 
 def test_an_older_engine_is_not_told_to_leave(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "frames_of", lambda _challenge: frames_of({}))
+    monkeypatch.setattr(handshake, "frames_of", lambda _challenge: frames_of({}))
 
     async def main() -> None:
         itself = Observer("c", KEY, "127.0.0.1", world.receiver.port, "c/0")
@@ -230,7 +230,7 @@ def test_an_older_receiver_is_not_sent_what_it_does_not_know(
     def older(challenge: Mapping[str, Any]) -> frozenset[int]:
         return frames_of({"frames": told} if told else {})
 
-    monkeypatch.setattr(greeting, "frames_of", older)
+    monkeypatch.setattr(handshake, "frames_of", older)
 
     async def main() -> None:
         observer = observer_of(world)

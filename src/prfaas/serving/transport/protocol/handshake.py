@@ -135,60 +135,54 @@ class ClientHello:
         """The HELLO frame."""
         return pack_control(FrameType.HELLO, body=self.body())
 
-    def answer(self, header: Header, body: Mapping[str, Any]) -> bytes:
-        """Check the server's CHALLENGE.
-
-        Returns:
-            The AUTH frame.
-
-        Raises:
-            HandshakeError: the server is another one, has another key, or rejected the connection.
-        """
-        _raise_if_rejected(header, body, self.server_name)
-        if header.kind is not FrameType.CHALLENGE:
-            raise HandshakeError(f"{self.server_name} answered HELLO with {header.kind.name}")
-        name = text_field(body, "name")
-        if name != self.server_name:
-            raise HandshakeError(
-                f"expected {self.server_name} at this address and found {legible(name, 100)}"
-            )
-        said = (self.body(), {field: value for field, value in body.items() if field != "proof"})
-        if not _proved(self.key, "server", *said, text_field(body, "proof")):
-            raise HandshakeError(f"{self.server_name} does not have this deployment's key")
-        return pack_control(FrameType.AUTH, body={"proof": _proof(self.key, "client", *said).hex()})
-
-    def finish(self, header: Header, body: Mapping[str, Any]) -> str:
-        """Check that the last answer is WELCOME.
-
-        Returns:
-            The server's session, which is new with each of its starts.
-
-        Raises:
-            HandshakeError: the server rejected the connection.
-        """
-        _raise_if_rejected(header, body, self.server_name)
-        if header.kind is not FrameType.WELCOME:
-            raise HandshakeError(f"{self.server_name} answered AUTH with {header.kind.name}")
-        return text_field(body, "session", 64)
-
     def converse(self, *, encrypted: bool) -> Generator[bytes, Frame, Welcome]:
         """Yield what to send to the server, if anything, and take what comes then.
 
         Raises:
-            HandshakeError: one side refuses the other.
+            HandshakeError: the server is another one or has another key; or one side refuses the other.
             WireError: the server does not speak this protocol.
         """
-        header, challenge = yield self.frame()
-        session = self.finish(*(yield self.answer(header, challenge)))
-        if self.role == ROLE_PRODUCER:
-            both = (self.fingerprint, challenge.get("fingerprint"), self.name, self.server_name)
-            if difference := fingerprint_difference(*both):
-                raise HandshakeError(difference)
+        server = self.server_name
+        challenge = self._answer((yield self.frame()), FrameType.CHALLENGE, "HELLO")
+        if (name := text_field(challenge, "name")) != server:
+            raise HandshakeError(f"expected {server} at this address and found {legible(name, 100)}")
+        said = (self.body(), {field: value for field, value in challenge.items() if field != "proof"})
+        if not _proved(self.key, "server", *said, text_field(challenge, "proof")):
+            raise HandshakeError(f"{server} does not have this deployment's key")
+        proof = _proof(self.key, "client", *said).hex()
+        welcome = self._answer(
+            (yield pack_control(FrameType.AUTH, body={"proof": proof})), FrameType.WELCOME, "AUTH"
+        )
+        session = text_field(welcome, "session", 64)
+        if self.role == ROLE_PRODUCER and (
+            difference := fingerprint_difference(
+                self.fingerprint, challenge.get("fingerprint"), self.name, server
+            )
+        ):
+            raise HandshakeError(difference)
         if self.layouts is not None and (
-            trouble := self.layouts.note(self.server_name, challenge.get("layout"), sends=True)
+            trouble := self.layouts.note(server, challenge.get("layout"), sends=True)
         ):
             raise HandshakeError(trouble)
-        return Welcome(session, frames_of(challenge), self.keys(*(yield b"")) if encrypted else None)
+        if not encrypted:
+            return Welcome(session, frames_of(challenge), None)
+        header, keys = yield b""
+        secret = text_field(keys, "secret", 2 * SECRET_BYTES)
+        if header.kind is not FrameType.KEYS or not _SECRET.fullmatch(secret):
+            raise WireError(f"{server} followed WELCOME with {header.kind.name} instead of a secret")
+        return Welcome(session, frames_of(challenge), Sealing.of_client(bytes.fromhex(secret)))
+
+    def _answer(self, frame: Frame, kind: FrameType, to: str) -> dict[str, Any]:
+        header, body = frame
+        if header.kind is FrameType.REJECT:
+            reason = legible(text_field(body, "reason"))
+            if body.get("again") is True:
+                # What came there was damaged: it says nothing of who was meant to send it.
+                raise WireError(f"{self.server_name} could not read the HELLO: {reason}")
+            raise HandshakeError(f"{self.server_name} rejected the connection: {reason}")
+        if header.kind is not kind:
+            raise HandshakeError(f"{self.server_name} answered {to} with {header.kind.name}")
+        return body
 
     def check_certificate(self, certificate: Mapping[str, Any]) -> None:
         """Check that the server's certificate is its own.
@@ -201,19 +195,6 @@ class ClientHello:
                 f"the certificate at this address does not belong to {self.server_name}: "
                 f"its names are {legible(names_of(certificate), 100)}"
             )
-
-    def keys(self, header: Header, body: Mapping[str, Any]) -> Sealing:
-        """The keys of an encrypted connection, from what comes after WELCOME.
-
-        Raises:
-            WireError: it is not KEYS.
-        """
-        secret = text_field(body, "secret", 2 * SECRET_BYTES)
-        if header.kind is not FrameType.KEYS or not _SECRET.fullmatch(secret):
-            raise WireError(
-                f"{self.server_name} followed WELCOME with {header.kind.name} instead of a secret"
-            )
-        return Sealing.of_client(bytes.fromhex(secret))
 
 
 def frames_of(challenge: Mapping[str, Any]) -> frozenset[int]:
@@ -339,15 +320,6 @@ def names_of(certificate: Mapping[str, Any]) -> str:
 
 def _dns_names(certificate: Mapping[str, Any]) -> list[str]:
     return [value.lower() for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
-
-
-def _raise_if_rejected(header: Header, body: Mapping[str, Any], server_name: str) -> None:
-    if header.kind is FrameType.REJECT:
-        reason = legible(text_field(body, "reason"))
-        if body.get("again") is True:
-            # What came there was damaged: it says nothing of who was meant to send it.
-            raise WireError(f"{server_name} could not read the HELLO: {reason}")
-        raise HandshakeError(f"{server_name} rejected the connection: {reason}")
 
 
 def _proof(key: bytes, side: str, hello: Mapping[str, Any], challenge: Mapping[str, Any]) -> bytes:
