@@ -66,9 +66,9 @@ class Direction:
 
     def send(self, nbytes: int, arrive: Callable[[], None]) -> float:
         """Returns when the sending machine's kernel has taken it all; a stall may make it later."""
+        self.sent_bytes += nbytes
         if self.is_over:
             return self.events.now_s
-        self.sent_bytes += nbytes
         self._taken_at_s = max(self._taken_at_s, self.events.now_s) + nbytes / self.bytes_per_s
         self._under_way.append((self._taken_at_s + self.delay_s, nbytes, arrive))
         self._plan()

@@ -56,6 +56,8 @@ class Sending:
         self.accepted: Accepted | None = None
         self.window: InFlightWindow | None = None
         self._reading: Chunk | None = None
+        self.dies_in_chunk = False
+        """The path of its connection dies between the header and the payload of the next chunk."""
         self._is_writing = False
         self._looks = False
         producer.events.after(producer.rng.uniform(0.0, 0.05), self._connect)
@@ -189,7 +191,14 @@ class Sending:
             length_bytes=len(payload),
             payload_checksum=checksum(payload),
         )
-        self._send(connection, "frame", header)
+        taken_at_s = self._send(connection, "frame", header)
+        if self.dies_in_chunk:
+            self.dies_in_chunk = False
+            events, arrives_at_s = producer.events, taken_at_s + producer.delay_s
+            events.at(arrives_at_s, lambda: connection.freeze(1e9))
+            events.at(
+                arrives_at_s + producer.rng.choice((0.001, 0.1)), lambda: connection.shut(by_client=True)
+            )
         return self._send(connection, "payload", producer.world.maybe_damaged(producer, payload))
 
     def _send(self, connection: Connection, kind: str, data: bytes) -> float:
@@ -200,12 +209,10 @@ class Sending:
     def _written(self, window: InFlightWindow) -> None:
         if self.window is not window or self.connection is None:
             return
-        frozen_until_s = self.connection.to_server.frozen_until_s
-        if frozen_until_s > self._producer.events.now_s:
+        way, events = self.connection.to_server, self._producer.events
+        if way.frozen_until_s > events.now_s and way.in_flight:
             # Its socket takes nothing.
-            self._producer.events.at(
-                frozen_until_s, lambda: self._producer.when_running(lambda: self._written(window))
-            )
+            events.after(0.2, lambda: self._producer.when_running(lambda: self._written(window)))
             return
         self._read_done()
         self._is_writing = False

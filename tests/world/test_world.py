@@ -2,6 +2,12 @@
 
 import pytest
 
+from prfaas.serving.transport.protocol.handshake import ROLE_PRODUCER, PeerIdentity
+from prfaas.serving.transport.protocol.ticket import Ticket
+from prfaas.serving.transport.protocol.transfer_table import TransferTable
+from prfaas.serving.transport.protocol.wire import HEADER_BYTES, FrameType, Header, unpack_header
+
+from .consumer import KEY, OPTIONS, CountedStaging, Layout
 from .network import Connection, Direction, Events
 from .swarm import IMPOSSIBLE, PAIRS, run
 from .world import World
@@ -62,3 +68,39 @@ def test_an_end_of_a_connection_is_heard_of_by_whom_the_path_lets(how: str) -> N
             "dead": ["client"],
         }[how]
     )
+
+
+class Heard:
+    """A connection that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.kinds: list[FrameType] = []
+
+    def post(self, frame: bytes) -> None:
+        self.kinds.append(unpack_header(frame[:HEADER_BYTES]).kind)
+
+    def shut(self) -> None:
+        raise AssertionError("nobody is shut out here")
+
+
+def test_a_stranger_that_opens_another_s_transfer_is_refused_and_costs_it_nothing() -> None:
+    ticket = Ticket.issue(
+        transfer_id=bytes(range(16)),
+        producer="p",
+        consumer="c",
+        num_tokens=8,
+        skip_tokens=0,
+        prompt_digest=bytes(16),
+        lifetime_s=60.0,
+        now_s=0.0,
+    )
+    body = {"ticket": ticket.seal(KEY), "regions": [8]}
+    opening = Header(FrameType.OPEN, ticket.transfer_id, 0, 0, 0, 0)
+    table = TransferTable(
+        name="c/0", key=KEY, arena=CountedStaging(4), layout=Layout(1, has_checkpoints=False), options=OPTIONS
+    )
+    for name, answer in (("q/0", FrameType.REFUSE), ("p/0", FrameType.ACCEPT)):
+        heard = Heard()
+        session = table.connected(PeerIdentity(name, ROLE_PRODUCER, "s"), heard)
+        table.take_frame(session, heard, opening, body, now_s=1.0, unix_s=1.0)
+        assert heard.kinds == [answer]

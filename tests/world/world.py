@@ -30,7 +30,8 @@ FAULTS_END_S = 5.0
 LAST_OPEN_S = 12.0
 END_S = 17.0
 # Of all pairs: what is nobody's fault.
-_FAULTS_OF_ONE = ("reset", "freeze", "dead", "server_shuts", "producer_stops", "producer_restarts")
+_FAULTS_OF_ONE = ("reset", "freeze", "dead", "dies_in_chunk", "server_shuts")
+_FAULTS_OF_ONE += ("producer_stops", "producer_restarts")
 _FAULTS_OF_ALL = ("consumer_stops", "consumer_restarts", "clock_jumps", "refuses", "abandons", "stranger")
 _HARMLESS = {"reset", "server_shuts", "stranger", "refuses"}
 _ORDER = {SendPhase.OPENING: 0, SendPhase.SENDING: 1, SendPhase.COMPLETE: 2, SendPhase.FAILED: 2}
@@ -253,6 +254,10 @@ class World:
         for connection in self._one(producer):
             connection.freeze(1e9)
 
+    def _dies_in_chunk(self, producer: Producer) -> None:
+        """The consumer is left inside a frame; the producer gives the connection up, which the consumer never hears."""
+        self.rng.choice(producer.connections).dies_in_chunk = True
+
     def _server_shuts(self, producer: Producer) -> None:
         for accepted in list(self.consumer.accepted):
             if accepted.identity.name == producer.name and self.rng.random() < 0.5:
@@ -460,8 +465,11 @@ class World:
         excused = excused or sent.transfer.owner is not None
         healthy = not self.kinds or (sent.producer.name not in self._faulty and not self._global_faults)
         # Connections that are lost, and come back in time, cost no transfer.
-        carried = _HARMLESS.issuperset(self.kinds) and not any(
-            why in sent.transfer.reason for why in ("unreachable", "connection to", "damaged")
+        is_quick = sent.producer.rate_bytes_per_s >= 1e5 and sent.producer.delay_s <= 0.02
+        carried = (
+            is_quick
+            and _HARMLESS.issuperset(self.kinds)
+            and not any(why in sent.transfer.reason for why in ("unreachable", "connection to", "damaged"))
         )
         if (sent.is_last or healthy or carried) and not excused and not sent.was_complete:
             self.violated(
