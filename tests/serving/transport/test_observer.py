@@ -156,6 +156,8 @@ def test_receiver_gone_or_restarted(make_world: MakeWorld) -> None:
     async def main() -> None:
         observer = observer_of(world)
         port = world.receiver.port
+        # Or it would know no other receiver than the next one.
+        await observer.connect()
         waiting = asyncio.create_task(observer.wait(bytes(16), 30))
         await asyncio.sleep(0.05)
         await asyncio.to_thread(world.receiver.close)
