@@ -51,7 +51,9 @@ LIMITS = TransferLimits(
     resume_s=1.0,
     progress_deadline_s=1.5,
 )
-OPTIONS = ReceiverOptions(limits=LIMITS, idle_deadline_s=6.0, keep_partial_s=2.0, tombstone_s=60.0)
+OPTIONS = ReceiverOptions(
+    limits=LIMITS, idle_deadline_s=6.0, keep_partial_s=2.0, tombstone_s=60.0, passed_for_s=0.5
+)
 _TRANSFER_FRAMES = {FrameType.OPEN, FrameType.END, FrameType.ABORT}
 
 

@@ -83,24 +83,64 @@ class Heard:
         raise AssertionError("nobody is shut out here")
 
 
-def test_a_stranger_that_opens_another_s_transfer_is_refused_and_costs_it_nothing() -> None:
-    ticket = Ticket.issue(
-        transfer_id=bytes(range(16)),
-        producer="p",
-        consumer="c",
-        num_tokens=8,
-        skip_tokens=0,
-        prompt_digest=bytes(16),
-        lifetime_s=60.0,
-        now_s=0.0,
-    )
-    body = {"ticket": ticket.seal(KEY), "regions": [8]}
-    opening = Header(FrameType.OPEN, ticket.transfer_id, 0, 0, 0, 0)
-    table = TransferTable(
-        name="c/0", key=KEY, arena=CountedStaging(4), layout=Layout(1, has_checkpoints=False), options=OPTIONS
-    )
-    for name, answer in (("q/0", FrameType.REFUSE), ("p/0", FrameType.ACCEPT)):
+class Table:
+    """A consumer's table, and one producer; the clock is that of the test."""
+
+    def __init__(self, blocks: int) -> None:
+        self.table = TransferTable(
+            name="c/0",
+            key=KEY,
+            arena=CountedStaging(blocks),
+            layout=Layout(1, has_checkpoints=False),
+            options=OPTIONS,
+        )
+
+    def open(self, number: int, tokens: int, now_s: float, producer: str = "p/0") -> list[FrameType]:
+        """What it answers to an OPEN of the producer `p`'s ticket, as somebody sends it."""
+        ticket = Ticket.issue(
+            transfer_id=number.to_bytes(16),
+            producer="p",
+            consumer="c",
+            num_tokens=tokens,
+            skip_tokens=0,
+            prompt_digest=bytes(16),
+            lifetime_s=60.0,
+            now_s=0.0,
+        )
         heard = Heard()
-        session = table.connected(PeerIdentity(name, ROLE_PRODUCER, "s"), heard)
-        table.take_frame(session, heard, opening, body, now_s=1.0, unix_s=1.0)
-        assert heard.kinds == [answer]
+        session = self.table.connected(PeerIdentity(producer, ROLE_PRODUCER, "s"), heard)
+        self.table.take_frame(
+            session,
+            heard,
+            Header(FrameType.OPEN, ticket.transfer_id, 0, 0, 0, 0),
+            {"ticket": ticket.seal(KEY), "regions": [tokens]},
+            now_s=now_s,
+            unix_s=1.0,
+        )
+        return heard.kinds
+
+    def drop(self, number: int, now_s: float) -> None:
+        self.table.drop(number.to_bytes(16), "enough", now_s)
+
+    def phases(self, *numbers: int) -> list[str]:
+        found = [self.table.state(number.to_bytes(16)) for number in numbers]
+        return [status.phase.value for status in found if status is not None]
+
+
+def test_a_stranger_that_opens_another_s_transfer_is_refused_and_costs_it_nothing() -> None:
+    consumer = Table(4)
+    assert consumer.open(1, 8, 1.0, "q/0") == [FrameType.REFUSE]
+    assert consumer.open(1, 8, 1.0) == [FrameType.ACCEPT]
+
+
+def test_who_fits_may_pass_a_large_one_for_a_while() -> None:
+    consumer = Table(4)
+    for number, tokens in ((1, 3 * 64), (2, 2 * 64), (3, 64)):
+        consumer.open(number, tokens, 10.0)
+    assert consumer.phases(1, 2, 3) == ["receiving", "waiting", "receiving"]
+    # The large one has waited for long: the next that would fit waits behind it.
+    consumer.drop(3, 10.6)
+    consumer.open(4, 64, 10.6)
+    assert consumer.phases(2, 4) == ["waiting", "waiting"]
+    consumer.drop(1, 10.7)
+    assert consumer.phases(2, 4) == ["receiving", "receiving"]

@@ -67,6 +67,8 @@ class ReceiverOptions:
     """Most connections in their handshake."""
     max_waiting: int = 1024
     """Most transfers that wait for staging."""
+    passed_for_s: float = 5.0
+    """How long others that fit may pass a transfer that waits for more staging than is free."""
     max_tombstones: int = 65536
     uncounted_regions: int = 0
     """Number of regions at a transfer's end that hold digests, not KV: no status counts their bytes."""

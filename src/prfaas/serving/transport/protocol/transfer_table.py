@@ -20,7 +20,7 @@ from prfaas.serving.transport.protocol.incoming import (
 )
 from prfaas.serving.transport.protocol.options import ReceiverOptions
 from prfaas.serving.transport.protocol.region_layout import TransferLayout
-from prfaas.serving.transport.protocol.staging import StagedTransfer, Staging
+from prfaas.serving.transport.protocol.staging import StagedTransfer, Staging, StagingLease
 from prfaas.serving.transport.protocol.wire import (
     MAX_TRANSFER_BYTES,
     FrameType,
@@ -311,19 +311,28 @@ class TransferTable:
             raise WireError(f"{len(self._waiting)} transfers wait for staging already")
 
     def admit(self, now_s: float) -> None:
-        """Give staging to waiting transfers in order, background ones last: some may have become free."""
-        while self._waiting:
-            transfer = next((each for each in self._waiting if not each.background), self._waiting[0])
-            lease = self._arena.allocate(transfer.lease_bytes)
-            if lease is None and (self._partials.make_room() or self._checkpoints.make_room(transfer)):
-                continue
-            if lease is None:
-                return
+        """Give staging to waiting transfers, since some may have become free: in order, background ones last.
+
+        One that fits may pass an older one that does not, until that one has waited for long.
+        """
+        while (found := self._next(now_s)) is not None:
+            transfer, lease = found
             self._waiting.remove(transfer)
             transfer.accept(lease, now_s)
             transfer_id = transfer.ticket.transfer_id
             transfer.session.post(pack_control(FrameType.ACCEPT, transfer_id))
             self._watchers.notify(transfer_id, transfer.status())
+
+    def _next(self, now_s: float) -> tuple[IncomingTransfer, StagingLease] | None:
+        for transfer in sorted(self._waiting, key=lambda each: each.background):
+            lease = self._arena.allocate(transfer.lease_bytes)
+            while lease is None and (self._partials.make_room() or self._checkpoints.make_room(transfer)):
+                lease = self._arena.allocate(transfer.lease_bytes)
+            if lease is not None:
+                return transfer, lease
+            if now_s - transfer.opened_at_s > self._options.passed_for_s:
+                return None
+        return None
 
     def place_chunk(
         self, session: ProducerSession, connection: FrameSink, header: Header, now_s: float
