@@ -26,10 +26,10 @@ PAIRS = {("consumer", kind, phase) for kind in _TO_CONSUMER for phase in (*Trans
 IMPOSSIBLE = {
     # A producer sends chunks, and the end of a prefill, once it was let in.
     ("consumer", "END", "waiting"),
-    # What was never let in has no chunk to answer; whom it has let in the consumer does not refuse.
-    *(("producer", kind, "opening") for kind in ("ACK", "NACK", "ABORT")),
-    # Of a complete transfer all chunks were verified.
-    ("producer", "NACK", "complete"),
+    # What was never let in has no chunk to answer.
+    *(("producer", kind, "opening") for kind in ("ACK", "NACK")),
+    # Of a complete transfer all was answered, each on the connection that waited for it.
+    *(("producer", kind, "complete") for kind in ("ACK", "NACK", "ABORT")),
 }
 
 
