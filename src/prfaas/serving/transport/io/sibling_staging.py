@@ -20,9 +20,9 @@ import msgspec
 from prfaas.serving.transport.io.received_transfers import Arrival
 from prfaas.serving.transport.io.receiver import Receiver
 from prfaas.serving.transport.io.sockets import shut
-from prfaas.serving.transport.io.staging_memory import MappedArena, StagingArena, mapped_memory
+from prfaas.serving.transport.io.staging_memory import StagingArena, mapped_memory
 from prfaas.serving.transport.protocol.options import ReceiverOptions
-from prfaas.serving.transport.protocol.staging import StagedRegions, StagedTransfer
+from prfaas.serving.transport.protocol.staging import MappedArena, StagedRegions, StagedTransfer
 from prfaas.serving.transport.protocol.wire import TransferPhase
 
 logger = logging.getLogger(__name__)

@@ -3,9 +3,8 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Sequence
 
-from prfaas.serving.transport.protocol.staging import Staging, StagingLease
+from prfaas.serving.transport.protocol.staging import Staging
 
 DEFAULT_BLOCK_BYTES = 1 << 20
 _PAGE_BYTES = 4096
@@ -67,21 +66,6 @@ def shared_memory(nbytes: int) -> tuple[int, memoryview]:
 def mapped_memory(fd: int, nbytes: int) -> memoryview:
     """Map memory that another process made with `shared_memory`. Raises OSError."""
     return memoryview(mmap.mmap(fd, nbytes))
-
-
-class MappedArena:
-    """The staging of another process: its leases are read here, and handed out and freed there."""
-
-    def __init__(self, buffer: memoryview, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self.buffer = buffer
-
-    def lease(self, nbytes: int, blocks: Sequence[int]) -> StagingLease:
-        """A lease that was handed out there."""
-        return StagingLease(self, nbytes, list(blocks))
-
-    def give_back(self, blocks: list[int]) -> None:
-        """Nothing to do: the lender learns it by a `GaveBack` frame."""
 
 
 def _touch(buffer: memoryview) -> None:

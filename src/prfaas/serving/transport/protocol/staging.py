@@ -8,7 +8,6 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from prfaas.serving.transport.protocol.ticket import Ticket
 
@@ -22,16 +21,6 @@ class _Extent:
     physical: int
     """Offset in the buffer, in bytes."""
     nbytes: int
-
-
-class Lender(Protocol):
-    """Memory that leases lie in."""
-
-    block_bytes: int
-    buffer: memoryview
-
-    def give_back(self, blocks: list[int]) -> None:
-        """Take the blocks of a lease that nobody holds any more."""
 
 
 class Staging:
@@ -90,10 +79,25 @@ class Staging:
             heapq.heappush(self._free, block)
 
 
+class MappedArena:
+    """The staging of another process: its leases are read here, and handed out and freed there."""
+
+    def __init__(self, buffer: memoryview, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.buffer = buffer
+
+    def lease(self, nbytes: int, blocks: Sequence[int]) -> "StagingLease":
+        """A lease that was handed out there."""
+        return StagingLease(self, nbytes, list(blocks))
+
+    def give_back(self, blocks: list[int]) -> None:
+        """Nothing to do: the lender learns it by a `GaveBack` frame."""
+
+
 class StagingLease:
     """`nbytes` of staging, addressed logically from 0; freed exactly once by each holder, mostly a single one."""
 
-    def __init__(self, lender: Lender, nbytes: int, blocks: list[int]) -> None:
+    def __init__(self, lender: "Staging | MappedArena", nbytes: int, blocks: list[int]) -> None:
         self.nbytes = nbytes
         self._lender = lender
         self._blocks: list[int] | None = blocks
