@@ -203,6 +203,8 @@ class Accepted:
         place = self._place
         assert place is not None
         self._place = None
+        if place.transfer is not None and (place.transfer.lease is None or not place.transfer.lease.blocks):
+            self.consumer.world.violated("a chunk is written where its transfer has no staging any more")
         at = 0
         for piece in place.pieces:
             piece[:] = payload[at : at + piece.nbytes]

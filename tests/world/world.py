@@ -136,7 +136,8 @@ class World:
     def _open(self, producer: Producer, *, is_last: bool = False) -> None:
         rng = self.rng
         self._ids += 1
-        tokens = rng.randint(1, self._max_tokens)
+        # The last ones have the time that is left, however slow the link is.
+        tokens = rng.randint(1, min(self._max_tokens, 60) if is_last else self._max_tokens)
         attributes = TransferAttributes(service=TransferClass(background=rng.random() < 0.1))
         ticket = Ticket.issue(
             transfer_id=self._ids.to_bytes(16),
@@ -161,7 +162,7 @@ class World:
             self.events.after(rng.uniform(0.0, 0.3), lambda: self._watch(ticket.transfer_id, watcher))
         patience_s = 4.5 if is_last else rng.choice((0.5, 3.0, 8.0)) if self.kinds else 20.0
         self.consumer.serve(ticket.transfer_id, patience_s)
-        checkpoints = self.layout.has_checkpoints and rng.random() < 0.7
+        checkpoints = self.layout.has_checkpoints and rng.random() < 0.7 and not is_last
         producer.prefill(owner, sent.content, lambda: None)
         if checkpoints:
             for end in sorted({rng.randrange(1, tokens + 1) for _ in range(3)} - {tokens}):
