@@ -52,10 +52,10 @@ from pool_world import pooled_deployment, running_pool
 from prfaas.core.deployment import TOOLS, Instance
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.pool.protocol import LENGTH_BYTES, PROTOCOL_VERSION, OpenSession, Stats
-from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import load_key
-from prfaas.serving.transport.wire import FrameType, pack_control
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.handshake import NONCE_BYTES, ROLE_OBSERVER, ClientHello
+from prfaas.serving.transport.protocol.wire import FrameType, pack_control
 
 ANSWER_TOKENS = 24
 PROMPT_TOKENS = (100, 2500)
@@ -277,6 +277,7 @@ class Acts:
 
     def _hello(self, instance: Instance) -> ClientHello:
         return ClientHello(
+            nonce=secrets.token_hex(NONCE_BYTES),
             key=self._key,
             name="gateway",
             server_name=f"{instance.name}/0",

@@ -21,7 +21,7 @@ from prfaas.core.bounded_file import WRITTEN_BYTES, file_bytes
 from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance, PoolNode
 from prfaas.serving import issuing
 from prfaas.serving.secret_files import TlsFileError
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 LIFETIME_DAYS = 365
 _SOON = datetime.timedelta(days=30)

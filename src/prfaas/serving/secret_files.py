@@ -3,11 +3,15 @@
 Every command may have to say it, and `prfaas status` reads a token, so this needs the standard library only.
 """
 
+import contextlib
 import os
 import re
 import secrets
 import stat
 from pathlib import Path
+
+KEY_BYTES = 32
+"""Of a deployment's key: the secret that its members share."""
 
 _TOKEN = re.compile(r"[!-~]{16,1024}")
 _HEADER = re.compile(r"([A-Za-z0-9!#$%&'*+.^_`|~-]{1,200}):[ \t]*([!-~](?:[ -~]{0,8000}[!-~])?)[ \t]*")
@@ -35,6 +39,45 @@ class ClientsFileError(SecretFileError):
 
 class LedgerFileError(SecretFileError):
     """The ledger's file cannot be used; the message names it."""
+
+
+def create_key(path: Path) -> bytes:
+    """Write a new key to `path` (mode 0600); never overwrites a file.
+
+    Returns:
+        The key, 32 bytes.
+
+    Raises:
+        KeyFileError: the file exists or cannot be written.
+    """
+    key = secrets.token_bytes(KEY_BYTES)
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(key.hex() + "\n")
+    except FileExistsError:
+        raise KeyFileError(f"key file {path} exists already: remove it first to make a new key") from None
+    except OSError as error:
+        raise KeyFileError(f"key file {path} cannot be written: {error.strerror}") from None
+    return key
+
+
+def load_key(path: Path) -> bytes:
+    """Read the 32-byte key that `create_key` wrote.
+
+    Raises:
+        KeyFileError: in one sentence, the file and what would be right.
+    """
+    text = secret_text(path, "key file", KeyFileError, others=0o077).strip()
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise KeyFileError(f"key file {path} must hold {2 * KEY_BYTES} hex digits and nothing else")
+    return key
 
 
 def create_token(path: Path) -> None:

@@ -26,8 +26,8 @@ from prfaas.serving.certificates import https_options
 from prfaas.serving.engines.synthetic import VERSION as SYNTHETIC_VERSION
 from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.secret_files import AdminTokenError, TlsFileError, load_token
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 from prfaas.tools.finding import Finding, any_problem, ok, problem
 from prfaas.tools.http_client import AnswerError, get_json, served_models
 from prfaas.tools.pool_facts import check_pools

@@ -16,7 +16,7 @@ from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.serving.certificates import https_options, identity_of
 from prfaas.serving.engines.engine_units import unit_name, units_of
 from prfaas.serving.kv_ports import KvPorts
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.secret_files import load_key
 from prfaas.tools.http_client import post_json
 
 _LOOK_EVERY_S = 0.5

@@ -3,6 +3,7 @@
 import io
 import logging
 import resource
+import secrets
 import socket
 import threading
 import time
@@ -13,12 +14,18 @@ from dataclasses import replace
 import pytest
 
 from prfaas.serving.logs import LogSettings, set_up_logging
-from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.sockets import ConnectionEnded, HandshakeError, receive_control
-from prfaas.serving.transport.unauthenticated import UnauthenticatedPeers, network_of
-from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, pack_control, pack_header
+from prfaas.serving.transport.io.greeting import greet
+from prfaas.serving.transport.io.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.io.unauthenticated import UnauthenticatedPeers, network_of
+from prfaas.serving.transport.protocol.handshake import (
+    NONCE_BYTES,
+    ROLE_PRODUCER,
+    ClientHello,
+    HandshakeError,
+)
+from prfaas.serving.transport.protocol.options import Peer
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.wire import HEADER_BYTES, FrameType, pack_control, pack_header
 
 from .harness import (
     FAST_RECEIVER,
@@ -43,7 +50,13 @@ def connected(world: World) -> socket.socket:
 
 def hello(*, name: str = "p/0", key: bytes = KEY) -> ClientHello:
     return ClientHello(
-        key=key, name=name, server_name="c/0", role=ROLE_PRODUCER, session="s", fingerprint=FINGERPRINT
+        nonce=secrets.token_hex(NONCE_BYTES),
+        key=key,
+        name=name,
+        server_name="c/0",
+        role=ROLE_PRODUCER,
+        session="s",
+        fingerprint=FINGERPRINT,
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from prfaas.serving.transport.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
+from prfaas.serving.transport.protocol.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
 
 _REASONS = {
     404: "unknown-model",

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from prfaas.core.prefix.hashing import PromptChains
 from prfaas.serving.gateway.bodies import ApiError, Json
-from prfaas.serving.transport.ticket import MAX_USES
+from prfaas.serving.transport.protocol.ticket import MAX_USES
 
 
 class Endpoint(StrEnum):
