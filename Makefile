@@ -32,7 +32,7 @@ WING ?=
 WORKERS ?= 4
 
 .PHONY: help setup system fast studies machine demo check test test-all test-gemma test-fast test-docs test-explore \
-	fuzz test-extras audit bench docs clean
+	fuzz swarm test-extras audit bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-gemma   tests that fetch Gemma, whose terms a person accepts first"
 	@echo "make test-explore  property tests with new random examples, ten times as many (SEED=… repeats a run)"
 	@echo "make fuzz         frames, events, messages, files, bodies, answers, reports of any content (SECONDS=600 for each)"
+	@echo "make swarm        schedules of faults through the transport's protocol, on all cores (SEEDS=10000)"
 	@echo "make test-fast    the tests that start no engine and are not slow (three minutes on two cores)"
 	@echo "make test-fast WING=core   those of one wing: $(WINGS) (a minute)"
 	@echo "make test-docs    the guides' commands and programs as written; as root also a whole guide on machines of its own (minutes)"
@@ -127,6 +128,9 @@ test-explore: setup
 
 fuzz: setup
 	$(BIN)/python bench/fuzz.py --seconds $(or $(SECONDS),600)
+
+swarm: setup
+	$(BIN)/python -m tests.world.swarm --seeds $(or $(SEEDS),10000) --first $(or $(FIRST),0)
 
 # Importing vLLM takes each process ten seconds, torch three.
 test-fast: setup

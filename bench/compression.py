@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from prfaas.core.deployment.model import default_state_dir, made_model, made_model_names
 from prfaas.serving.engines.fetching import LoggedFetch
 from prfaas.serving.engines.preparation import make_model
-from prfaas.serving.transport.compression import (
+from prfaas.serving.transport.protocol.compression import (
     PREFIX_BYTES,
     compress,
     decompress,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import secrets
 import socket
 import statistics
 import tempfile
@@ -20,8 +21,9 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.vllm.device_pages import layer_pages
 from prfaas.serving.engines.vllm.layout import EngineGroup
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import Ticket, load_key, prompt_digest
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 
 PAGE_BYTES = (4096, 32_768, 131_072, 1_048_576)
 DIGESTED_BYTES = 64 << 20
@@ -85,6 +87,7 @@ def _move(rank: Rank, random_bytes: np.random.Generator) -> tuple[float, float, 
     num_tokens = BLOCKS * BLOCK_TOKENS
     table = {0: random.sample(range(1, BLOCKS + 1), BLOCKS)}
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=num_tokens,
@@ -174,6 +177,7 @@ class _Hops:
 
     async def first_token_s(self, ids: list[int]) -> float:
         ticket = Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="east",
             consumer="home",
             num_tokens=len(ids) - 1,

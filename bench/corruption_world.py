@@ -3,6 +3,7 @@ tensors in place of an engine's KV; and the faults that are injected into their 
 
 import contextlib
 import random
+import secrets
 import socket
 import threading
 import time
@@ -23,14 +24,21 @@ from prfaas.serving.engines.vllm.pages import BlockIds, HostPages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sockets import receive_exactly
-from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.ticket import Ticket
-from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, checksum, pack_header, unpack_header
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.sockets import receive_exactly
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.staging import StagedTransfer
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket
+from prfaas.serving.transport.protocol.wire import (
+    HEADER_BYTES,
+    FrameType,
+    checksum,
+    pack_header,
+    unpack_header,
+)
 
 KEY = bytes(range(32))
 RANKS = 2
@@ -194,6 +202,7 @@ def random_prompt(rng: random.Random, groups: tuple[EngineGroup, ...], *, load_a
         return {g.index: rng.sample(range(1, NUM_BLOCKS), g.end_block(num_tokens)) for g in groups}
 
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=num_tokens,

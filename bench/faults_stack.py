@@ -23,8 +23,8 @@ from prfaas.serving.engines.preparation import port_problem
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import create_key, load_key
+from prfaas.serving.secret_files import create_key, load_key
+from prfaas.serving.transport.io.observer import Observer
 
 MODEL = "qwen3-next"
 # So few that some hundred idle clients use them up; engines and load need about a hundred.

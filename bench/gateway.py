@@ -50,7 +50,7 @@ from prfaas.core.deployment import Deployment, Routing
 from prfaas.serving.gateway.prompts.tokenizers import encoder_of
 from prfaas.serving.live import serve_live
 from prfaas.serving.logs import LogSettings, set_up_logging
-from prfaas.serving.transport.ticket import create_key
+from prfaas.serving.secret_files import create_key
 
 # The stand-in engine is the tests'; the product has none.
 sys.path.append(str(Path(__file__).resolve().parent.parent))

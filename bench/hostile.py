@@ -1,6 +1,6 @@
 """Hostile acts beside honest requests: is everybody else answered, as soon as before, and is nothing left?
 
-    python bench/hostile.py [--acts N] [--requests N] [--per-s N] [--seed N] [--json FILE]
+    python bench/hostile.py [--acts N] [--requests N] [--per-s N] [--open N] [--seed N] [--json FILE]
 
 Stand-in engines in one process behind one gateway process. The same number of honest streams is sent twice: alone, and
 with the acts beside. Acts come from many loopback addresses, a few dozen at once:
@@ -52,10 +52,10 @@ from pool_world import pooled_deployment, running_pool
 from prfaas.core.deployment import TOOLS, Instance
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.pool.protocol import LENGTH_BYTES, PROTOCOL_VERSION, OpenSession, Stats
-from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import load_key
-from prfaas.serving.transport.wire import FrameType, pack_control
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.handshake import NONCE_BYTES, ROLE_OBSERVER, ClientHello
+from prfaas.serving.transport.protocol.wire import FrameType, pack_control
 
 ANSWER_TOKENS = 24
 PROMPT_TOKENS = (100, 2500)
@@ -277,6 +277,7 @@ class Acts:
 
     def _hello(self, instance: Instance) -> ClientHello:
         return ClientHello(
+            nonce=secrets.token_hex(NONCE_BYTES),
             key=self._key,
             name="gateway",
             server_name=f"{instance.name}/0",
@@ -286,11 +287,15 @@ class Acts:
         )
 
 
-async def _honest(stack: FaultStack, answers: Answers, requests: int, per_s: float, seed: int) -> Honest:
+async def _honest(stack: FaultStack, answers: Answers, options: argparse.Namespace, seed: int) -> Honest:
     """So many streams at random times, each of a prompt of its own."""
-    rng, found = random.Random(seed), Honest()
+    rng, found, room = random.Random(seed), Honest(), asyncio.Semaphore(options.open)
 
     async def one(prompt: list[int], session: aiohttp.ClientSession) -> None:
+        async with room:
+            await ask(prompt, session)
+
+    async def ask(prompt: list[int], session: aiohttp.ClientSession) -> None:
         body = {
             "model": MODEL,
             "prompt": prompt,
@@ -320,10 +325,10 @@ async def _honest(stack: FaultStack, answers: Answers, requests: int, per_s: flo
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
         asyncio.TaskGroup() as group,
     ):
-        for _ in range(requests):
+        for _ in range(options.requests):
             prompt = rng.choices(range(3, 250), k=rng.randint(*PROMPT_TOKENS))
             group.create_task(one(prompt, session))
-            await asyncio.sleep(rng.expovariate(per_s))
+            await asyncio.sleep(rng.expovariate(options.per_s))
     return found
 
 
@@ -363,7 +368,7 @@ async def measured(home: Path, options: argparse.Namespace) -> dict[str, Any]:
             beside = asyncio.create_task(
                 acts.run(options.acts if phase else 0, options.per_s * options.acts / options.requests)
             )
-            honest = await _honest(stack, answers, options.requests, options.per_s, options.seed + phase)
+            honest = await _honest(stack, answers, options, options.seed + phase)
             await beside
             over.set()
             found.append((honest, await watching))
@@ -415,6 +420,7 @@ def main() -> int:
     parser.add_argument("--acts", type=int, default=2000)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--per-s", type=float, default=20.0, help="honest requests a second")
+    parser.add_argument("--open", type=int, default=1000, help="most honest requests at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()

@@ -25,7 +25,7 @@ import uvloop
 from prfaas.core.deployment import GATEWAY, Deployment, load_deployment
 from prfaas.serving.certificates import CertificateFolder, identity_of
 from prfaas.serving.gateway.http_pool import HttpPool, HttpTimes
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "local.yaml"
 ENGINE = "east-prefill-0"

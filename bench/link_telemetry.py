@@ -14,6 +14,7 @@ import asyncio
 import gzip
 import json
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -32,13 +33,13 @@ from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket, prompt_digest
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.options import Peer
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 from wan.laboratory import Laboratory, LineSettings, ending_on_sigterm
 
 KEY = bytes(range(32))
@@ -118,7 +119,7 @@ def consume(host: str) -> None:
     receiver = receiver_of("c", host)
     receiver.start()
     while True:
-        for transfer_id, transfer in list(receiver.transfers._transfers.items()):
+        for transfer_id, transfer in list(receiver.transfers.table._transfers.items()):
             if transfer.phase == "complete":
                 staged = receiver.transfers.take(transfer_id)
                 if staged is not None:
@@ -157,6 +158,7 @@ def produce(host: str, consumer: str, load: str) -> None:
             continue
         made_bytes += TRANSFER_BYTES
         ticket = Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="p",
             consumer="c",
             num_tokens=TRANSFER_BYTES,

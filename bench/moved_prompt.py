@@ -1,5 +1,6 @@
 """A prompt's KV from a prefill engine to a decode engine through the connector's workers, as benches move it."""
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,11 +14,11 @@ from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket
 
 KEY = bytes(32)
 CHUNK_TOKENS = 2048
@@ -106,6 +107,7 @@ def move(
         TimeoutError: it took too long.
     """
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=num_tokens,

@@ -45,7 +45,7 @@ from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.template import EngineTemplates
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
-from prfaas.serving.transport.ticket import create_key
+from prfaas.serving.secret_files import create_key
 
 T = TypeVar("T")
 MODEL = "tiny"

@@ -38,12 +38,12 @@ from prfaas.serving.engines.vllm.pages import HostPages, raw_pages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sibling_staging import SiblingStaging
-from prfaas.serving.transport.staging import StagingArena, shared_memory
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.sibling_staging import SiblingStaging
+from prfaas.serving.transport.io.staging_memory import StagingArena, shared_memory
+from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.protocol.peer_list import PeerList
 
 LAYERS = tuple(f"layer.{number}" for number in range(8))
 # As a latent of 512 elements and 64 of a rotated key, in bf16; where ranks have heads of their own, two of half of it.

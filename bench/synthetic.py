@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import random
+import secrets
 import socket
 import tempfile
 import time
@@ -31,8 +32,9 @@ from prfaas.core.deployment import TOOLS, Deployment, Instance, load_deployment
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import Ticket, load_key, prompt_digest
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 
 MODEL = "qwen3-next"
 CONCURRENT = 16
@@ -172,6 +174,7 @@ class Bench:
             source = self._prefills[number % len(self._prefills)]
             target = self._decodes[number % len(self._decodes)]
             ticket = Ticket.issue(
+                transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
                 producer=source.name,
                 consumer=target.name,
                 num_tokens=len(ids) - 1,

@@ -8,6 +8,7 @@ that took and the transfer's id. The receiver gets that id as a line, looks at t
 """
 
 import json
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -18,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from prfaas.core.deployment import TransferLimits
-from prfaas.serving.transport.chunk_source import BytesSource, ChunkSource
-from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.outgoing import SendPhase
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket, prompt_digest
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
+from prfaas.serving.transport.protocol.chunk_source import BytesSource, ChunkSource
+from prfaas.serving.transport.protocol.options import Peer, SenderOptions
+from prfaas.serving.transport.protocol.outgoing import SendPhase
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 
 KEY = bytes(range(32))
 REGIONS = 16
@@ -133,6 +134,7 @@ def send(job: Job) -> None:
     say({"congestion": sender.stats()["peers"]["c/0"]["congestion"]})
     for _ in sys.stdin:
         ticket = Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="p/0",
             consumer="c/0",
             num_tokens=job.nbytes // 1024,

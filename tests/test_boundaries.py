@@ -1,50 +1,174 @@
-"""Where text from outside becomes values: each file that parses JSON by itself is listed, so a new one is looked at."""
+"""Where bytes from outside become values: all that reads without a bound of its own, or decodes, is listed with why.
+
+A new place is looked at: what is read there has a bound, or comes from where nobody else can write. Boundaries with
+their bounds and tests: docs/reference/invariants.md.
+"""
 
 import ast
+import re
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src/prfaas"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src/prfaas"
 
-# Frames, events, etcd, the pool and STATS are not here: they have typed readers (docs/reference/invariants.md).
-PARSES_JSON = {
-    # Files of this machine, which an operator has put there.
-    *("core/deployment/speculation.py", "core/kv/hf_config.py"),
-    *("core/workload/trace.py", "core/workload/trace_columns.py"),
-    *("serving/engines/hub_model.py", "serving/engines/made_folder.py", "serving/engines/model_identity.py"),
-    *("serving/engines/synthetic/text.py", "serving/engines/vllm/template.py"),
-    "tools/doctor.py",
-    # Answers to a tool that a person runs.
-    "cli/common.py",
-    "tools/http_client.py",
-    # Bodies of clients.
-    "serving/engines/synthetic/api_bodies.py",
-    # The way of a request through the gateway: answers of engines, and files of the model.
-    *("serving/gateway/bodies.py", "serving/gateway/dialects.py"),
-    "serving/gateway/ways/first_token.py",
-    *(
-        "serving/gateway/ways/pull.py",
-        "serving/gateway/answers/shadow.py",
-    ),
-    *("serving/gateway/prompts/tokenizers.py", "serving/gateway/answers/transcript.py"),
-    *("serving/gateway/answers/answer_bytes.py", "serving/gateway/answers/streams.py"),
+# Each of one reason: files, and what they call.
+SHIPPED = {
+    "cli/init.py": "read_bytes read_text",
+    "cli/init_draft.py": "read_text",
+    "cli/monitoring.py": "read_text",
+    "core/kv/config_fields.py": "read_text yaml.load",
+    "core/kv/published.py": "read_text yaml.load",
+    "core/latency/files.py": "read_text",
+    "core/latency/roofline.py": "msgspec.json.decode read_bytes",
+    "core/workload/trace_columns.py": "json.loads read_bytes",
+    "serving/console/pages.py": "read_bytes",
+    "serving/engines/tiny/checkpoint.py": "read_bytes",
+    "tools/emit/monitoring.py": "read_text",
+    "tools/emit/template.py": "yaml.load_all yaml.safe_load",
+    "tools/monitoring/alerts.py": "read_text yaml.safe_load",
 }
+# The kernel, this process itself, its own children and what they wrote; nobody else gets there.
+OWN = {
+    "serving/engines/preparation.py": "read_text",
+    "serving/engines/trained/wheels.py": "read_text zipfile.ZipFile",
+    "serving/engines/vllm/sibling_ranks.py": "recv unpack",
+    "serving/engines/vllm/template.py": "exec json.loads readline recv_fds",
+    "serving/pool/arena.py": "read_text unpack_from",
+    "serving/pool/journal.py": "msgspec.msgpack.Decoder read_bytes unpack_from",
+    "serving/pool/page_table.py": "unpack_from",
+    "serving/pool/processes.py": "read_text unpack",
+    "core/prefix/hashing.py": "iter_unpack unpack_from",
+}
+# Files that somebody put there: bounded, see the table. What else is decoded has come through one of these.
+FILES = {
+    "core/bounded_file.py": "json.loads",
+    "core/deployment/speculation.py": "json.loads",
+    "core/workload/servegen.py": "msgspec.json.decode read tarfile.open",
+    "core/workload/trace.py": "csv.reader gzip.open json.loads",
+    "serving/engines/model_identity.py": "json.loads",
+    "serving/gateway/ways/first_token.py": "orjson.loads",
+    "tools/emit/blueprint.py": "yaml.compose",
+    "tools/rollout.py": "msgspec.json.decode",
+}
+# KV ports, staging shared by ranks, events and pools: frames that say their length, and no more than their kind may.
+FRAMES = {
+    "core/pool/geometry.py": "msgspec.msgpack.decode",
+    "core/prefix/digests.py": "msgspec.msgpack.Decoder",
+    "core/prefix/events.py": "msgspec.msgpack.Decoder",
+    "serving/pool/client.py": "msgspec.msgpack.Decoder recv_fds recv_into",
+    "serving/pool/connection.py": "msgspec.msgpack.Decoder recv",
+    "serving/transport/protocol/compression.py": "unpack_from",
+    "serving/transport/protocol/handover.py": "msgspec.msgpack.decode",
+    "serving/transport/io/greeting.py": "recv",
+    "serving/transport/io/sender_connection.py": "recv_into",
+    "serving/transport/io/sibling_staging.py": "msgspec.msgpack.Decoder recv recv_fds unpack",
+    "serving/transport/io/sockets.py": "readexactly recv_into unpack_from",
+    "serving/transport/protocol/ticket.py": "msgspec.msgpack.decode",
+    "serving/transport/io/tls_stream.py": "read readexactly",
+    "serving/transport/protocol/wire.py": "msgspec.json.Decoder unpack_from",
+}
+# Over HTTP: bodies are bounded by `BodyReader` and aiohttp's `client_max_size`, answers by `HttpPool` and
+# `read_bounded`, lines of etcd's watch by aiohttp's buffer.
+HTTP = {
+    "cli/common.py": "json.loads",
+    "serving/engines/synthetic/api_bodies.py": "orjson.loads",
+    "serving/engines/synthetic/server.py": "json read",
+    "serving/fleet/control.py": "msgspec.json.decode",
+    "serving/fleet/etcd.py": "msgspec.json.Decoder readuntil",
+    "serving/gateway/answers/answer_bytes.py": "orjson.loads",
+    "serving/gateway/answers/calls.py": "msgspec.json.decode",
+    "serving/gateway/answers/shadow.py": "orjson.loads",
+    "serving/gateway/answers/transcript.py": "orjson.loads",
+    "serving/gateway/bodies.py": "msgspec.json.Decoder orjson.loads",
+    "serving/gateway/console.py": "msgspec.json.decode read",
+    "serving/gateway/dialects.py": "orjson.loads",
+    "serving/gateway/prompts/tokenization.py": "msgspec.json.decode",
+    "serving/gateway/ways/pull.py": "orjson.loads",
+    "tools/http_client.py": "orjson.loads",
+}
+# Methods of our own with such a name, which have bounds.
+OWN_METHODS = {
+    "cli/bandwidth.py": "read",
+    "cli/plan.py": "read",
+    "cli/replay.py": "read",
+    "cli/simulate.py": "read",
+    "serving/gateway/answers/answering.py": "read",
+    "serving/gateway/answers/streams.py": "orjson.loads read",
+    "serving/gateway/clients.py": "read",
+    "serving/gateway/engine_client.py": "read",
+}
+LISTED = (SHIPPED, OWN, FILES, FRAMES, HTTP, OWN_METHODS)
+
+_DECODERS = re.compile(
+    r"(json|orjson|pickle|marshal|tomllib)\.loads?|pickle\.Unpickler|yaml\.\w*(load|load_all|compose|compose_all)"
+    r"|csv\.(reader|DictReader)|(gzip|bz2|lzma)\.(open|decompress)|zlib\.decompress(obj)?|tarfile\.open|zipfile\.ZipFile"
+    r"|ast\.literal_eval|eval|exec|msgspec\.\w+\.(decode|Decoder)"
+)
+_ALWAYS = {"readexactly", "readuntil", "recv", "recv_into", "recvfrom", "recvmsg", "recv_fds"}
+_ALWAYS |= {"unpack", "unpack_from", "iter_unpack"}
+# With a length they are bounded. `json` and `text` are aiohttp's: awaited, of all that comes.
+_WHOLE = {"read", "readline", "readlines", "read_text", "read_bytes"}
 
 
-def parses_json(path: Path) -> bool:
-    return any(
-        isinstance(node, ast.Attribute)
-        and node.attr in ("loads", "load")
-        and isinstance(node.value, ast.Name)
-        and node.value.id in ("json", "orjson")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    )
+def boundary_calls(source: str) -> Iterator[str]:
+    """What a file calls that decodes, or reads all that there is."""
+    tree = ast.parse(source)
+    awaited = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Await)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            named = (f"{node.module}.{each.name}" for each in node.names)
+            yield from (f"from {node.module}" for name in named if _DECODERS.fullmatch(name))
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        name = called.rpartition(".")[2]
+        if _DECODERS.fullmatch(called):
+            yield called
+        elif "." in called and (
+            name in _ALWAYS
+            or (name in _WHOLE and not node.args)
+            or (name in ("json", "text") and not node.args and id(node) in awaited)
+        ):
+            yield name
 
 
-def test_files_that_parse_json_are_listed() -> None:
-    # To parse the whole house takes seconds.
-    there = {
-        str(path.relative_to(SOURCE))
+def test_what_decodes_or_reads_without_a_bound_is_listed() -> None:
+    found = {
+        str(path.relative_to(SOURCE)): " ".join(sorted({*boundary_calls(path.read_text(encoding="utf-8"))}))
         for path in SOURCE.rglob("*.py")
-        if "json.load" in path.read_text(encoding="utf-8") and parses_json(path)
     }
-    assert there == PARSES_JSON
+    listed = dict(chain.from_iterable(each.items() for each in LISTED))
+    assert {file: calls for file, calls in found.items() if calls} == listed
+    assert len(listed) == sum(map(len, LISTED))
+
+
+def test_a_new_reader_is_found() -> None:
+    new = """
+import json, orjson, msgspec, struct, pickle
+async def f(response, sock, path):
+    orjson.loads(await response.read()), await response.json(), response.json(), response.read(100)
+    msgspec.msgpack.Decoder(int), struct.unpack("q", sock.recv(8)), pickle.load(path.open()), path.read_text()
+    eval("1"), path.eval("1"), json.dumps(1)
+"""
+    assert sorted(boundary_calls(new)) == [
+        *("eval", "json", "msgspec.msgpack.Decoder", "orjson.loads", "pickle.load"),
+        *("read", "read_text", "recv", "unpack"),
+    ]
+    assert [*boundary_calls("from json import dumps, loads")] == ["from json"]
+
+
+def test_each_boundary_of_the_page_has_a_reader_and_a_test() -> None:
+    page = (ROOT / "docs/reference/invariants.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("| what | reader | most | shown by |\n")
+    rows = [line.split(" | ") for line in table.partition("\n\n")[0].splitlines()[1:]]
+    assert len(rows) >= 16
+    for what, readers, most, tests in rows:
+        files = re.findall(r"`([\w/]+\.py)`", readers)
+        folders = (SOURCE, SOURCE / "serving")
+        assert files or "`answers/`" in readers or "struct" in readers, what
+        assert all(any((folder / file).exists() for folder in folders) for file in files), readers
+        shown = re.findall(r"`([\w/]+\.py)`", tests)
+        assert shown and all((ROOT / "tests" / file).exists() for file in shown), tests
+        assert re.search(r"\d|as the frame|what the model", most), most

@@ -18,9 +18,9 @@ LEAST_LINES_OF_ONE_USER = 100
 LONG_FUNCTIONS: set[str] = set()
 MANY_COLLABORATORS = {
     *("lab.simulator.link:FluidLink.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
-    "serving.transport.observer:Observer.__init__",
-    "serving.transport.receiver:Receiver.__init__",
-    "serving.transport.sender:Sender.__init__",
+    "serving.transport.io.observer:Observer.__init__",
+    "serving.transport.io.receiver:Receiver.__init__",
+    "serving.transport.io.sender:Sender.__init__",
 }
 # Calls by module and class: with more values by position, where one in a wrong place is a silent bug.
 MANY_POSITIONAL: set[str] = set()
@@ -43,10 +43,6 @@ OF_ONE_USER = {
     "tools.emit.monitoring",
     # Asks ranks for what several parts of the plane hear; it is none of them.
     "serving.control.rank_stats",
-    # Who may say what, as plain values: read by itself, and by the pages that tell of it.
-    "serving.transport.permissions",
-    # The sums of a sender's links, another noun than the sender.
-    "serving.transport.link_report",
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
     # Rooms that are still to be taken apart: tools, lab.

@@ -2,19 +2,20 @@
 
 import json
 import random
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket, prompt_digest
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.options import Peer, SenderOptions
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 from wan.laboratory import Laboratory, LineSettings
 from wan.mid_run import RATE_BITS_PER_S, RTT_S
 from wan.stack import FAR, FIRST_KV_PORT, HOME
@@ -101,6 +102,7 @@ def _interrupted(
     before = laboratory.counters(FAR, HOME)
     nbytes = TRANSFER_BYTES // REGIONS
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="p/0",
         consumer="c/0",
         num_tokens=nbytes,

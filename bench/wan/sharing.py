@@ -13,6 +13,7 @@ link budget run at the consumers' site, as in a gateway. Printed:
 import argparse
 import asyncio
 import json
+import secrets
 import tempfile
 import threading
 import time
@@ -29,13 +30,13 @@ from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
 from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.outgoing import OutgoingTransfer
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket, prompt_digest
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.options import Peer, SenderOptions
+from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 from wan.laboratory import Laboratory, LineSettings, ending_on_sigterm
 
 KEY = bytes(range(32))
@@ -148,6 +149,7 @@ class Site:
     def open(self, name: str) -> OutgoingTransfer:
         """A transfer of 400 MiB from one of the producers."""
         ticket = Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=name,
             consumer="home-0",
             num_tokens=_TRANSFER_BYTES,

@@ -16,7 +16,7 @@ from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.command import EngineCommand
 from prfaas.serving.engines.process_group import ProcessGroup
 from prfaas.serving.engines.running import RunningEngines
-from prfaas.serving.transport.ticket import create_key
+from prfaas.serving.secret_files import create_key
 from wan.laboratory import Laboratory
 
 FAR, HOME = "far", "home"

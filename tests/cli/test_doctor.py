@@ -22,11 +22,11 @@ from prfaas.core.route_header import RouteHeader
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.preparation import ensure_certificates, ensure_key
 from prfaas.serving.engines.tiny import tiny_config
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.options import Peer
 from prfaas.tools.doctor import (
     check_disaggregation,
     check_engines,

@@ -12,8 +12,7 @@ from prfaas.cli import main as cli
 from prfaas.core.deployment import load_deployment
 from prfaas.core.shipped import example_path
 from prfaas.serving.certificates import CertificateFolder
-from prfaas.serving.secret_files import create_token
-from prfaas.serving.transport.ticket import create_key
+from prfaas.serving.secret_files import create_key, create_token
 
 KINDS = ("systemd", "compose", "kubernetes")
 EXAMPLE = example_path("two-datacenters")

@@ -9,8 +9,7 @@ import pytest
 from prfaas.cli import main as cli
 from prfaas.core.deployment import load_deployment, load_planned
 from prfaas.serving.certificates import CertificateFolder
-from prfaas.serving.secret_files import load_token
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.secret_files import load_key, load_token
 
 SITES = (
     "--site",

@@ -22,8 +22,8 @@ from prfaas.serving.engines.preparation import ensure_model, port_problem
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.template import EngineTemplates
 from prfaas.serving.pool.running import RunningPools
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.io.observer import Observer
 from prfaas.tools.demo import reference as demo_reference
 from prfaas.tools.demo.compare import Comparison, Equality, compare, tie_bound_nats
 

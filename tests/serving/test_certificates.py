@@ -16,7 +16,8 @@ from prfaas.serving import certificates
 from prfaas.serving.certificates import CertificateFolder, identity_of
 from prfaas.serving.engines.preparation import ensure_certificates
 from prfaas.serving.secret_files import TlsFileError
-from prfaas.serving.transport.tls_identity import TlsIdentity, names_instance
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
+from prfaas.serving.transport.protocol.handshake import names_instance
 
 ALL = ("far-0", "home-0", GATEWAY, TOOLS)
 

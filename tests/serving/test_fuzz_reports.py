@@ -2,6 +2,7 @@
 
 import json
 import math
+import secrets
 import time
 from base64 import urlsafe_b64encode
 from contextlib import suppress
@@ -18,7 +19,7 @@ from prfaas.serving.fleet.messages import Announcement, Decisions, Reloaded
 from prfaas.serving.fleet.store import StoreError
 from prfaas.serving.ledger_file import open_ledger
 from prfaas.serving.secret_files import LedgerFileError
-from prfaas.serving.transport.ticket import Ticket, TicketError, _mac
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, TicketError, _mac
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -31,6 +32,7 @@ EXPOSITION = "".join(
 ).encode()
 KEY = bytes(32)
 TICKET = Ticket.issue(
+    transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
     producer="far-0",
     consumer="home-0",
     num_tokens=9,

@@ -10,7 +10,7 @@ import pytest
 
 from prfaas.core.deployment import Deployment, Instance, load_deployment
 from prfaas.serving.engines.preparation import ensure_certificates
-from prfaas.serving.transport.ticket import create_key
+from prfaas.serving.secret_files import create_key
 from prfaas.tools.rollout import Replaced, Rollout, RolloutError, RolloutRecord, RolloutSettings, replace_all
 
 NAMES = ("d-0", "d-1", "g-0", "g-1")

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from prfaas.serving.gateway.prompts.request import Tenants
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.secret_files import load_key
 from wan.laboratory import Laboratory, LineSettings
 from wan.load import synthetic_model
 from wan.stack import (

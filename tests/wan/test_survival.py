@@ -5,6 +5,7 @@ Transfers arrive exactly, or end on both sides in time.
 
 import asyncio
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +14,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket, prompt_digest
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.options import Peer, SenderOptions
+from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
+from prfaas.serving.transport.protocol.wire import TransferPhase
 from wan.laboratory import Laboratory, LineSettings
 
 pytestmark = [pytest.mark.wan, pytest.mark.timeout(180)]
@@ -53,6 +54,7 @@ class Ends:
 
     def open(self, nbytes: int) -> tuple[Ticket, OutgoingTransfer, list[bytes]]:
         ticket = Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="p/0",
             consumer="c/0",
             num_tokens=nbytes,

@@ -90,13 +90,14 @@ def _given(context: typer.Context) -> Any:
 
 
 def _documents(context: typer.Context) -> Iterator[Any]:
+    from prfaas.core.bounded_file import WRITTEN_BYTES, file_text
     from prfaas.core.yaml_source import yaml_source
 
     given = _given(context)
     for path in [Path(given)] if given else sorted(Path().glob("*.yaml"))[:_MOST_FILES]:
         try:
             # Not as a deployment: names are wanted from files with mistakes too.
-            yield yaml_source(path, path.read_text(encoding="utf-8")).values
+            yield yaml_source(path, file_text(path, WRITTEN_BYTES)).values
         except (OSError, ValueError):
             continue
 

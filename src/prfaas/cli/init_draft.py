@@ -123,8 +123,7 @@ def _secrets(deployment: "Deployment") -> tuple[Path, ...]:
     """Key, certificates and token: those that are not there yet, with where they are."""
     try:
         from prfaas.serving.certificates import CertificateFolder
-        from prfaas.serving.secret_files import create_token
-        from prfaas.serving.transport.ticket import create_key
+        from prfaas.serving.secret_files import create_key, create_token
     except ModuleNotFoundError as error:
         raise CliError(
             f"{deployment.path} is written, but keys need the gateway's packages ({error.name} is missing): "

@@ -13,7 +13,7 @@ def key(deployment: DeploymentPath) -> None:
     import typer
 
     from prfaas.core.deployment import load_deployment
-    from prfaas.serving.transport.ticket import create_key
+    from prfaas.serving.secret_files import create_key
 
     path = load_deployment(deployment).security.key_file
     create_key(path)

@@ -26,12 +26,13 @@ def reload(
     """
     from pathlib import Path
 
+    from prfaas.core.bounded_file import WRITTEN_BYTES, file_bytes
     from prfaas.serving.reloading import digest_of
 
     asked = ["check=true"] if check else []
     address = admin_address(where, token_file)
     if not where.startswith(("http://", "https://")):
-        asked.append(f"digest={digest_of(Path(where).read_bytes())}")
+        asked.append(f"digest={digest_of(file_bytes(Path(where), WRITTEN_BYTES))}")
     answer = fetch(address, "/prfaas/reload" + ("?" + "&".join(asked) if asked else ""), method="POST")
     refused = [change for change in answer["changes"] if change["needs"] is not None]
     if as_json:

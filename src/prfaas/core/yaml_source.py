@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 from yaml._yaml import CParser
-from yaml.composer import Composer
+from yaml.composer import Composer, ComposerError
 from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
@@ -117,6 +117,13 @@ class YamlLoader(Composer, CParser, SafeConstructor, Resolver):
         Composer.__init__(self)
         SafeConstructor.__init__(self)
         Resolver.__init__(self)
+        self._nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes += 1
+        if self._nodes > _MAX_NODES:
+            raise ComposerError(problem=f"it has more than {_MAX_NODES} values")
+        return super().compose_node(parent, index)
 
 
 class _Reader:

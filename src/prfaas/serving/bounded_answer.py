@@ -3,9 +3,10 @@
 import aiohttp
 
 _PIECE_BYTES = 1 << 16
+_MOST_BYTES = 64 << 20
 
 
-async def read_bounded(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+async def read_bounded(response: aiohttp.ClientResponse, most_bytes: int = _MOST_BYTES) -> bytes:
     """The body of an answer.
 
     Raises:

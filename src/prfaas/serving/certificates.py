@@ -17,10 +17,11 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from prfaas.core.bounded_file import WRITTEN_BYTES, file_bytes
 from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance, PoolNode
 from prfaas.serving import issuing
 from prfaas.serving.secret_files import TlsFileError
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 LIFETIME_DAYS = 365
 _SOON = datetime.timedelta(days=30)
@@ -240,7 +241,7 @@ class CertificateFolder:
 
     def _authorities(self) -> tuple[x509.Certificate, ...]:
         try:
-            found = x509.load_pem_x509_certificates(self.ca_file.read_bytes())
+            found = x509.load_pem_x509_certificates(file_bytes(self.ca_file, WRITTEN_BYTES))
         except OSError as error:
             raise TlsFileError(
                 f"CA file {self.ca_file} can't be read ({error.strerror}): make it with `{self._command}`, or copy it "
@@ -255,7 +256,7 @@ class CertificateFolder:
     def _issuer(self) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
         """The CA that issues here, with its key."""
         try:
-            content = self.ca_key_file.read_bytes()
+            content = file_bytes(self.ca_key_file, WRITTEN_BYTES)
             authority, key = x509.load_pem_x509_certificate(content), issuing.private_key_of(content)
         except OSError as error:
             raise TlsFileError(
@@ -287,7 +288,7 @@ def _state(
         return CertificateState(member, expires, False, problem)
 
     try:
-        mode, content = stat.S_IMODE(member.file.stat().st_mode), member.file.read_bytes()
+        mode, content = stat.S_IMODE(member.file.stat().st_mode), file_bytes(member.file, WRITTEN_BYTES)
     except FileNotFoundError:
         return unfit(f"has no certificate at {member.file}")
     except OSError as error:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 # A request has at most one connection to an engine at a time; one more may idle in the pool behind it.
 _PER_REQUEST = 2
+_KEPT_PART = 8
 # Listing the connections of clients costs microseconds per thousand.
 _COUNT_EVERY_S = 0.1
 
@@ -53,6 +54,15 @@ class DescriptorBudget:
         self._connected = 0
         self._serving: set[object] = set()
 
+    @property
+    def _room(self) -> int:
+        return max(self.limit - self.reserved, 0)
+
+    @property
+    def _kept(self) -> int:
+        """Those that open requests leave to connections without one: else the next client would not even be refused."""
+        return self._room // _KEPT_PART
+
     @contextmanager
     def serving(self, connection: object) -> Iterator[None]:
         """Meanwhile a request of this connection is open."""
@@ -65,9 +75,12 @@ class DescriptorBudget:
     def too_idle(self, connections: Sequence[_Connection]) -> Sequence[_Connection]:
         """Which of the clients' connections, oldest first, are to be closed so that others get an answer.
 
-        Those without an open request may have half of what is there for clients: the oldest beyond that.
+        Those without an open request may have half of what is there for clients, and no more than open requests leave:
+        the oldest beyond that.
         """
-        allowed = max(self.limit - self.reserved, 0) // 2
+        left = self._room - (1 + _PER_REQUEST) * len(self._serving)
+        # Half of what is kept is for those that come until this is asked again.
+        allowed = max(min(self._room // 2, left - self._kept // 2), self._kept // 2)
         if len(connections) <= allowed:
             return ()
         idle = [connection for connection in connections if connection not in self._serving]
@@ -81,4 +94,4 @@ class DescriptorBudget:
         else:
             # Every request since may have come over a connection of its own.
             self._connected += 1
-        return self.reserved + self._connected + _PER_REQUEST * open_requests <= self.limit
+        return self._connected + _PER_REQUEST * open_requests <= self._room - self._kept

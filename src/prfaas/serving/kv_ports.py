@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prfaas.core.deployment import Deployment, Instance, PoolNode, TransferLimits
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 
 @dataclass(frozen=True, slots=True)

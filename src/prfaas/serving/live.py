@@ -13,8 +13,8 @@ from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
 from prfaas.serving.fleet.control import join_fleet
 from prfaas.serving.gateway import Draining, GatewayProcess, serve_gateway
 from prfaas.serving.reloading import Reloader, ReloadRefusedError
-from prfaas.serving.transport.ticket import load_key
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 logger = logging.getLogger(__name__)
 

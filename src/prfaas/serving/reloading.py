@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from prfaas.core.bounded_file import WRITTEN_BYTES, file_bytes
 from prfaas.core.deployment import (
     AppliedDeployment,
     Deployment,
@@ -172,7 +173,7 @@ def digest_of(content: bytes) -> str:
 
 def _digest(deployment: Deployment) -> str:
     try:
-        return digest_of(deployment.path.read_bytes())
+        return digest_of(file_bytes(deployment.path, WRITTEN_BYTES))
     except OSError:
         return ""
 

@@ -1,7 +1,6 @@
 """Checks a deployment: its files, its engines and its gateway, and that a long prompt is really prefilled elsewhere."""
 
 import asyncio
-import json
 import math
 import os
 import random
@@ -18,15 +17,17 @@ from prfaas.core.deployment.peers import peers_of, sources_of
 from prfaas.core.deployment.speculation import kept_model
 from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError, UnknownModelError
 from prfaas.core.kv.drafters import DrafterError
+from prfaas.core.kv.hf_config import read_config
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.shipped import page
 from prfaas.core.units import format_bytes
+from prfaas.serving.bounded_answer import read_bounded
 from prfaas.serving.certificates import https_options
 from prfaas.serving.engines.synthetic import VERSION as SYNTHETIC_VERSION
 from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.secret_files import AdminTokenError, TlsFileError, load_token
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 from prfaas.tools.finding import Finding, any_problem, ok, problem
 from prfaas.tools.http_client import AnswerError, get_json, served_models
 from prfaas.tools.pool_facts import check_pools
@@ -320,7 +321,7 @@ async def check_gateway(deployment: Deployment, session: aiohttp.ClientSession) 
     url = deployment.gateway.url
     try:
         async with session.get(f"{url}/health", timeout=_HEALTH_TIMEOUT) as response:
-            status, text = response.status, await response.text()
+            status, text = response.status, (await read_bounded(response)).decode("utf-8", "replace")
     except (aiohttp.ClientError, TimeoutError):
         return problem(
             "gateway",
@@ -354,7 +355,8 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
     headers = {"Authorization": f"Bearer {os.environ[_KEY_VARIABLE]}"} if _KEY_VARIABLE in os.environ else {}
     try:
         async with session.post(url, json=body, timeout=_PROBE_TIMEOUT, headers=headers) as response:
-            status, header, text = response.status, response.headers.get(ROUTE_HEADER), await response.text()
+            status, header = response.status, response.headers.get(ROUTE_HEADER)
+            text = (await read_bounded(response)).decode("utf-8", "replace")
             request_id = response.headers.get(REQUEST_ID_HEADER, "")
     except (aiohttp.ClientError, TimeoutError) as error:
         text = f"a prompt of {length} tokens got no answer ({type(error).__name__})"
@@ -460,7 +462,7 @@ def _unseen_prompt(deployment: Deployment, length: int) -> Sequence[int]:
 
 def _vocabulary_size(deployment: Deployment) -> int:
     try:
-        config = json.loads((deployment.model.path / "config.json").read_text(encoding="utf-8"))
+        config = read_config(deployment.model.path / "config.json")
         size = config.get("vocab_size") or config["text_config"]["vocab_size"]
         # Embeddings are often padded beyond the last real token.
         return max(2, int(size) // 2)

@@ -11,7 +11,6 @@ from prfaas.core.sse import SseParser
 from prfaas.serving.bounded_answer import read_bounded
 
 _JSON = {"Content-Type": "application/json"}
-_LARGEST_BYTES = 64 << 20
 _MESSAGE_CHARACTERS = 300
 _PLAIN: Mapping[str, Any] = {}
 
@@ -83,7 +82,7 @@ async def streamed(
     """
     async with session.post(url, data=orjson.dumps(body), headers=_JSON) as response:
         if response.status != 200:
-            raise AnswerError(response.status, await read_bounded(response, _LARGEST_BYTES))
+            raise AnswerError(response.status, await read_bounded(response))
         yield response.headers, _events(response)
 
 
@@ -137,7 +136,7 @@ def error_message(content: bytes) -> str:
 
 
 async def _json_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    content = await read_bounded(response, _LARGEST_BYTES)
+    content = await read_bounded(response)
     if response.status != 200:
         raise AnswerError(response.status, content)
     return json_object(content)

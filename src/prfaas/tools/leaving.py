@@ -11,8 +11,8 @@ from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.control.engine_reading import read_exposition
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.io.observer import Observer
 
 _LOOK_EVERY_S = 0.5
 _ANSWER_S = 2.0

@@ -11,11 +11,12 @@ from typing import Any, Literal, Self
 import aiohttp
 import msgspec
 
+from prfaas.core.bounded_file import WRITTEN_BYTES, file_bytes
 from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.serving.certificates import https_options, identity_of
 from prfaas.serving.engines.engine_units import unit_name, units_of
 from prfaas.serving.kv_ports import KvPorts
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.secret_files import load_key
 from prfaas.tools.http_client import post_json
 
 _LOOK_EVERY_S = 0.5
@@ -74,7 +75,7 @@ class RolloutRecord(msgspec.Struct):
     def load(cls, path: Path) -> Self:
         """That of the last rollout, which did not come to its end. Raises RolloutError where there is none."""
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            return msgspec.json.decode(file_bytes(path, WRITTEN_BYTES), type=cls)
         except (FileNotFoundError, ValueError, RecursionError) as error:
             why = "is not there" if isinstance(error, FileNotFoundError) else "is no record of a rollout"
             raise RolloutError(f"nothing to go on with: {path} {why}; leave --resume out") from None

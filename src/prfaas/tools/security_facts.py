@@ -7,10 +7,9 @@ from prfaas.core.deployment import TOOLS, Deployment
 from prfaas.serving.certificates import CertificateFolder, identity_of
 from prfaas.serving.engines.preparation import is_on_one_machine
 from prfaas.serving.kv_ports import KvPorts
-from prfaas.serving.secret_files import KeyFileError, TlsFileError
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import load_key
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.secret_files import KeyFileError, TlsFileError, load_key
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 from prfaas.tools.finding import Finding, ok, problem
 
 

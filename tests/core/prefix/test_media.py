@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.prefix.events import StoredBlocks, keyed_blocks
 from prfaas.core.prefix.hashing import Hashers, MediaItem
-from prfaas.serving.transport.ticket import prompt_digest
+from prfaas.serving.transport.protocol.ticket import prompt_digest
 
 from .digested import HearingIndex
 

@@ -4,13 +4,15 @@ import concurrent.futures
 import itertools
 import json
 import random
+import secrets
 import socket
 import threading
 import time
 
 import pytest
 
-from prfaas.serving.transport.ticket import Ticket, load_key, prompt_digest
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 
 from ..stack import PATIENCE_S, DemoAnswer, Stack, call, completion_body, prompt, wait_until
 
@@ -126,6 +128,7 @@ def requests_ended(stack: Stack, outcome: str) -> float:
 def ticket_for(ids: list[int], salt: str = "") -> Ticket:
     """A well-made ticket of a transfer that never happens."""
     return Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east-prefill-0",
         consumer="home-decode-0",
         num_tokens=len(ids) - 1,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from prfaas.lab.simulator.capacity import Constant
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.link import FluidLink
-from prfaas.serving.transport.chunk_schedule import ChunkSchedule
-from prfaas.serving.transport.offer import Offer
-from prfaas.serving.transport.outgoing import Chunk, OutgoingTransfer, SendPhase
+from prfaas.serving.transport.protocol.chunk_schedule import ChunkSchedule
+from prfaas.serving.transport.protocol.offer import Offer
+from prfaas.serving.transport.protocol.outgoing import Chunk, OutgoingTransfer, SendPhase
 
 BYTES_PER_S = 100
 """Of the link; the live one sends a byte each hundredth of a second."""

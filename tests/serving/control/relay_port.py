@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from prfaas.serving.transport.requests import FollowOrder, PeerRequest
-from prfaas.serving.transport.wire import HEADER_BYTES, parse_control, unpack_header
+from prfaas.serving.transport.protocol.requests import FollowOrder, PeerRequest
+from prfaas.serving.transport.protocol.wire import HEADER_BYTES, parse_control, unpack_header
 
 
 class RelayPort:

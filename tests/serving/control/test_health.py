@@ -17,7 +17,7 @@ from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.own_process import LoopClock
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.handshake import HandshakeError
+from prfaas.serving.transport.protocol.handshake import HandshakeError
 
 from .world import FakeClock, FakeHttp
 

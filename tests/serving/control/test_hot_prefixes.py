@@ -18,9 +18,9 @@ from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.requests import CopyOrder, CopyResult
-from prfaas.serving.transport.ticket import Ticket
-from prfaas.serving.transport.wire import body_of
+from prfaas.serving.transport.protocol.requests import CopyOrder, CopyResult
+from prfaas.serving.transport.protocol.ticket import Ticket
+from prfaas.serving.transport.protocol.wire import body_of
 
 from .world import KEY, LINK, FakeClock, FakeSender, cluster_state_of, deployment_of, report, with_pools
 

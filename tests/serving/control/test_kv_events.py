@@ -16,7 +16,7 @@ from prfaas.core.prefix.events import Cleared
 from prfaas.core.prefix.index import GlobalIndex
 from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.engines.event_relay import EventRelay
-from prfaas.serving.transport import event_log
+from prfaas.serving.transport.protocol import event_log
 
 from .publisher import Publisher, stored
 from .relay_port import RelayPort

@@ -10,7 +10,7 @@ from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.peer_lists import PeerListUpdates
 from prfaas.serving.control.rank_stats import RankStats
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.peer_list import peer_list_of
+from prfaas.serving.transport.protocol.peer_list import peer_list_of
 
 from .world import FILE, FakeSender, deployment_of
 

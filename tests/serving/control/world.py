@@ -17,9 +17,9 @@ from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
 from prfaas.serving.engines.tiny.configs import tiny_config
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.requests import FollowOrder
+from prfaas.serving.transport.protocol.pacing import PaceOrder, ProbeOrder
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.requests import FollowOrder
 
 from .relay_port import RelayPort
 

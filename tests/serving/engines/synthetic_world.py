@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import random
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -21,9 +22,10 @@ from prfaas.serving.engines.synthetic.node import SyntheticNode
 from prfaas.serving.engines.synthetic.text import Text
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import Ticket, create_key, load_key, prompt_digest
-from prfaas.serving.transport.wire import TransferStatus
+from prfaas.serving.secret_files import create_key, load_key
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
+from prfaas.serving.transport.protocol.wire import TransferStatus
 
 MODEL = "stand-in"
 CLUSTERS = {
@@ -184,6 +186,7 @@ class World:
         adapter: str = "",
     ) -> Ticket:
         return Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=producer,
             consumer=consumer,
             num_tokens=len(ids),

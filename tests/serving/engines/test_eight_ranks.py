@@ -22,7 +22,7 @@ from prfaas.lab.simulator.simulation import simulate
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.control.planning_inputs import kv_model_of, prefill_curves, view_of
 from prfaas.serving.live import serve_live
-from prfaas.serving.transport.ticket import create_key
+from prfaas.serving.secret_files import create_key
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FILE = EXAMPLES / "eight-ranks.yaml"

@@ -164,7 +164,7 @@ def test_a_change_within_any_sample_is_seen(copied: Path, tensor: int, sample: i
     file = copied / "model.safetensors"
     content = bytearray(file.read_bytes())
     length = int.from_bytes(content[:8], "little")
-    places = list(model_identity._tensor_samples(bytes(content[8 : 8 + length])))
+    places = list(model_identity._tensor_samples(bytes(content[8 : 8 + length]), len(content)))
     content[places[2 * tensor + sample]] ^= 1
     file.write_bytes(content)
     assert identity(copied).weights != ours.weights
@@ -236,3 +236,21 @@ def test_a_directory_without_weights_is_not_another_one(tmp_path: Path) -> None:
     two.mkdir()
     assert identity(one) == identity(one)
     assert identity(one).weights != identity(two).weights
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b"{",
+        b"[1]",
+        *(
+            json.dumps({"w": {"data_offsets": offsets}}).encode()
+            for offsets in (None, [1], ["a", "b"], [-(10**30), 10**30], [5, 1], [0, 10**30])
+        ),
+    ],
+)
+def test_weights_with_any_header_have_an_identity(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"x" * 100)
+    assert ModelIdentity.of(str(tmp_path), str(tmp_path)).weights

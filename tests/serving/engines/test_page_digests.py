@@ -1,5 +1,6 @@
 """The digests of pages: what they see, and where they lie in a transfer."""
 
+import secrets
 from dataclasses import replace
 from itertools import product
 
@@ -21,9 +22,10 @@ from prfaas.serving.engines.page_digests import (
 )
 from prfaas.serving.engines.synthetic.layout import SyntheticLayout
 from prfaas.serving.engines.tiny import tiny_config
-from prfaas.serving.transport.fingerprint import fingerprint_difference
-from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.fingerprint import fingerprint_difference
+from prfaas.serving.transport.protocol.staging import StagedTransfer
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket
 
 ID = bytes(range(16))
 FULL = KvGroup(0, GroupKind.FULL, 16, 0)
@@ -194,6 +196,7 @@ def test_what_was_digested_passes_and_nothing_else(
 
 A_TICKET = replace(
     Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=1,

@@ -12,8 +12,8 @@ from synthetic_world import MODEL, random_ids, running, write_deployment
 
 from prfaas.core.deployment import Deployment
 from prfaas.serving.engines.synthetic.content import PageSource
-from prfaas.serving.transport.chunk_source import ChunkSource
-from prfaas.serving.transport.outgoing import OutgoingTransfer
+from prfaas.serving.transport.protocol.chunk_source import ChunkSource
+from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer
 
 MODELS = ("qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3")
 

@@ -9,8 +9,8 @@ import pytest
 from tests.serving.engines.synthetic_world import World, random_ids, running, write_deployment
 
 from prfaas.serving.engines.synthetic.endpoints import PrefillSend
-from prfaas.serving.transport.ticket import Ticket, TransferAttributes
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.protocol.ticket import Ticket, TransferAttributes
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 TOKENS, CHUNK, BLOCK = 8192 + 300, 1024, 128
 # Slow enough that each layer of a chunk leaves by itself.

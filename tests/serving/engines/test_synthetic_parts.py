@@ -1,6 +1,7 @@
 """The parts of a stand-in engine: digests of tokens, bytes of pages, layout, times."""
 
 import asyncio
+import secrets
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,8 +35,8 @@ from prfaas.serving.engines.synthetic.layout import SyntheticLayout, SyntheticRe
 from prfaas.serving.engines.synthetic.node import stream_interval_of
 from prfaas.serving.engines.synthetic.pace import DEFAULT_STEP_S, DecodeClock, Pace
 from prfaas.serving.engines.tiny import tiny_config
-from prfaas.serving.transport.chunk_source import ChunkSource
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.protocol.chunk_source import ChunkSource
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket
 
 TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=60)
 DIGESTS = st.integers(0, (1 << 64) - 1)
@@ -164,6 +165,7 @@ def test_layers_leave_with_the_chunk_that_computes_them_and_states_with_the_last
     layout = layout_of(model)
     chain = TokenChain(list(range(num_tokens)), layout.block_tokens)
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="p",
         consumer="c",
         num_tokens=num_tokens,

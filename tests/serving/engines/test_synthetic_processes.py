@@ -19,9 +19,9 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.prefix.digests import HeldEvent, StoredDigests, decode_events
 from prfaas.core.prefix.events import Cleared
 from prfaas.serving.engines.running import RunningEngines
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.requests import FollowedEvents, FollowOrder
-from prfaas.serving.transport.wire import read_body
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.requests import FollowedEvents, FollowOrder
+from prfaas.serving.transport.protocol.wire import read_body
 
 
 @pytest.fixture

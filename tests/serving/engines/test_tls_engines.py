@@ -19,7 +19,7 @@ from prfaas.serving.certificates import CertificateFolder, https_options, identi
 from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.live import serve_live
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 from prfaas.tools.doctor import check_engines
 from prfaas.tools.process_facts import check_processes
 

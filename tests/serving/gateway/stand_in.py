@@ -26,15 +26,15 @@ from tokenizers.models import BPE
 
 from prfaas.core.prefix.hashing import MediaItem
 from prfaas.serving.gateway.prompts.tokenizers import ChatTemplate
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.handover import NIXL_MARK, Handover, is_by_nixl, ticket_of
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.handover import NIXL_MARK, Handover, is_by_nixl, ticket_of
+from prfaas.serving.transport.protocol.options import Peer
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.ticket import Ticket, TicketError, prompt_digest
+from prfaas.serving.transport.protocol.wire import TransferPhase, TransferStatus
 
 from . import stand_in_apis
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.protocol.ticket import Ticket
 
 from .stand_in import answer_text
 from .stand_in_apis import MESSAGES, RESPONSES, parsed

@@ -30,6 +30,7 @@ STEERING = (
     "x-prfaas-route",
     "data_parallel_rank",
     "extra_args",
+    "session_id",
 )
 CONTAINERS = ("vllm_xargs", "sampling_params", "extra_body")
 

@@ -15,12 +15,13 @@ from tests.ports import free_ports
 from prfaas.core.deployment import GATEWAY, LedgerConfig
 from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route
 from prfaas.serving.ledger_file import open_ledger
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.region_layout import AskedTransfers
-from prfaas.serving.transport.requests import CopyOrder, CopyResult, PeerRequest
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket, load_key
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.region_layout import AskedTransfers
+from prfaas.serving.transport.protocol.requests import CopyOrder, CopyResult, PeerRequest
+from prfaas.serving.transport.protocol.ticket import Ticket
 
 from . import world as worlds
 from .stand_in import answer_text

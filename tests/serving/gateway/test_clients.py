@@ -119,6 +119,11 @@ def test_a_file_that_is_wrong_is_refused_in_a_sentence(tmp_path: Path, said: Any
         Clients(path)
 
 
+def test_a_file_without_end_is_refused() -> None:
+    with pytest.raises(ClientsFileError, match="it has more than 4 MiB"):
+        Clients(Path("/dev/zero"))
+
+
 def test_the_file_is_followed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
     clients = Clients(file)

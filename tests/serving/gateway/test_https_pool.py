@@ -12,7 +12,7 @@ import uvloop
 from tests.serving.transport.authority import Authority
 
 from prfaas.serving.gateway.http_pool import AnswerCutError, EngineResponse, HttpPool, HttpTimes
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 

@@ -1,6 +1,7 @@
 """Long lists of token ids: read by their type, to the same object as a JSON parser makes, and written alike."""
 
 import json
+import re
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -140,6 +141,12 @@ def test_bodies_with_arrays_say_what_bodies_with_lists_say(
     body = {"kv_transfer_params": {"evil": 1}, **others, "prompt": long(ids), "model": "m"}
     raw = json.dumps(body).encode() if spaced else orjson.dumps(body)
     parsed = parse_body(raw)
+    try:
+        prompt_of(Endpoint.COMPLETIONS, body)
+    except ApiError as refused:
+        with pytest.raises(ApiError, match=re.escape(str(refused))):
+            prompt_of(Endpoint.COMPLETIONS, parsed)
+        return
     prompt = prompt_of(Endpoint.COMPLETIONS, parsed)
     assert isinstance(prompt, TokenPrompt) and prompt.token_ids == array("I", body["prompt"])
     params = {"prfaas": "sealed"} if ticketed else {}

@@ -7,7 +7,7 @@ from multidict import CIMultiDict
 
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.prompts.request import Tenants
-from prfaas.serving.transport.ticket import TransferClass
+from prfaas.serving.transport.protocol.ticket import TransferClass
 
 from .stand_in import StandInEngine
 from .world import World, route_of

@@ -33,7 +33,7 @@ from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.gateway import Draining, GatewayOptions, GatewayProcess, serve_gateway
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.ticket import create_key
+from prfaas.serving.secret_files import create_key
 
 from .fixed_plane import FixedPlane
 from .stand_in import DENSE_CONFIG, HYBRID_CONFIG, StandInEngine, write_tokenizer

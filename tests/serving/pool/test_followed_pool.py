@@ -17,7 +17,7 @@ from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.running import RunningPools
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.secret_files import load_key
 
 from .pool_daemon import is_provided, store_prompt, wait_until
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import secrets
 import tempfile
 import time
 from array import array
@@ -39,10 +40,17 @@ from prfaas.serving.pool.page_table import PageState, row_of
 from prfaas.serving.pool.running import RunningPools
 from prfaas.serving.pool.store import PageStore
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.requests import CopyOrder, CopyResult, PullAnswer, PullOrder
-from prfaas.serving.transport.ticket import Ticket, TransferAttributes, TransferClass, load_key, prompt_digest
-from prfaas.serving.transport.wire import read_body
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.requests import CopyOrder, CopyResult, PullAnswer, PullOrder
+from prfaas.serving.transport.protocol.ticket import (
+    TRANSFER_ID_BYTES,
+    Ticket,
+    TransferAttributes,
+    TransferClass,
+    prompt_digest,
+)
+from prfaas.serving.transport.protocol.wire import read_body
 
 from .stepped_ssd import SteppedSsd
 
@@ -191,7 +199,7 @@ class Pools:
             "attributes": TransferAttributes(service=TransferClass(b"otherone", 1, background=True)),
             **changes,
         }
-        return Ticket.issue(**values)
+        return Ticket.issue(transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES), **values)
 
     async def copy(
         self, source: str, target: str, tokens: Sequence[int], ticket: Ticket | None = None

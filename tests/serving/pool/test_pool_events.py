@@ -17,9 +17,9 @@ from prfaas.core.prefix.index import NOTHING, GlobalIndex
 from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.pool import events
 from prfaas.serving.pool.events import PoolEventPublisher
-from prfaas.serving.transport import event_log
-from prfaas.serving.transport.requests import FollowedEvents, FollowOrder, PeerRequest
-from prfaas.serving.transport.wire import HEADER_BYTES, parse_control, read_body, unpack_header
+from prfaas.serving.transport.protocol import event_log
+from prfaas.serving.transport.protocol.requests import FollowedEvents, FollowOrder, PeerRequest
+from prfaas.serving.transport.protocol.wire import HEADER_BYTES, parse_control, read_body, unpack_header
 
 SEED = 3
 

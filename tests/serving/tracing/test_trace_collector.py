@@ -110,7 +110,7 @@ def test_headers(tmp_path: Path) -> None:
         load_headers(path)
     path.write_text("# a comment\n\nAuthorization: Bearer a b\nX-Tenant:\tme \n")
     path.chmod(0o644)
-    with pytest.raises(TraceHeadersError, match="mode 0644: all can read it"):
+    with pytest.raises(TraceHeadersError, match="mode 0644: others can read it"):
         load_headers(path)
     path.chmod(0o640)
     assert load_headers(path) == {"Authorization": "Bearer a b", "X-Tenant": "me"}

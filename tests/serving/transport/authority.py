@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 _DAY = datetime.timedelta(days=1)
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
+from prfaas.serving.transport.protocol.options import ReceiverOptions, SenderOptions
 
 from .authority import Authority
 from .harness import (

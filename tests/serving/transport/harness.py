@@ -2,6 +2,7 @@
 
 import os
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,16 +11,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from prfaas.core.deployment import TransferLimits
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.outgoing import OutgoingTransfer
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket, TransferAttributes, TransferClass, prompt_digest
-from prfaas.serving.transport.tls_identity import TlsIdentity
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus
+from prfaas.serving.transport.io.greeting import ServerHandshake
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.handshake import ServerHello
+from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.ticket import (
+    TRANSFER_ID_BYTES,
+    Ticket,
+    TransferAttributes,
+    TransferClass,
+    prompt_digest,
+)
+from prfaas.serving.transport.protocol.wire import TransferPhase, TransferStatus
 
 KEY = bytes(range(32))
 FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}
@@ -175,6 +184,7 @@ def make_ticket(
     background: bool = False,
 ) -> Ticket:
     return Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer=producer,
         consumer=consumer,
         num_tokens=unit_bytes,
@@ -242,6 +252,12 @@ def make_sender(
     )
     sender.start()
     return sender
+
+
+def server_handshake(name: str, tls: TlsIdentity | None = None) -> ServerHandshake:
+    """For a consumer that is played frame by frame."""
+    hello = ServerHello(key=KEY, name=name, session=secrets.token_hex(8), fingerprint=FINGERPRINT)
+    return ServerHandshake(hello=hello, tls=tls)
 
 
 # Nothing is expected to fail for lack of time, so waiting longer costs nothing, and a loaded machine may need it.

@@ -1,14 +1,16 @@
 """A producer that speaks the protocol frame by frame, also wrongly."""
 
+import secrets
 import socket
 from typing import Any
 
 import pytest
 
-from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
-from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
-from prfaas.serving.transport.ticket import Ticket
-from prfaas.serving.transport.wire import FrameType, Header, checksum, pack_control, pack_header
+from prfaas.serving.transport.io.greeting import greet
+from prfaas.serving.transport.io.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.protocol.handshake import NONCE_BYTES, ROLE_PRODUCER, ClientHello
+from prfaas.serving.transport.protocol.ticket import Ticket
+from prfaas.serving.transport.protocol.wire import FrameType, Header, checksum, pack_control, pack_header
 
 from .harness import FINGERPRINT, KEY, World
 
@@ -19,6 +21,7 @@ class RawProducer:
     def __init__(self, world: World, *, session: str = "raw", key: bytes = KEY, name: str = "p/0") -> None:
         self.sock = socket.create_connection(("127.0.0.1", world.receiver.port), timeout=60)
         hello = ClientHello(
+            nonce=secrets.token_hex(NONCE_BYTES),
             key=key,
             name=name,
             server_name="c/0",

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.arrival import Arrival
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.incoming import IncomingTransfer, ProducerSession
-from prfaas.serving.transport.staging import StagingArena, StagingLease
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.io.received_transfers import Arrival
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.incoming import IncomingTransfer, ProducerSession
+from prfaas.serving.transport.protocol.staging import StagingLease
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 from .harness import PATIENCE_S, World, await_true, make_ticket
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import pytest
 
 from prfaas.core.link.send_order import order_of_checkpoint, order_of_ended, order_of_open
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.offer import Offer
-from prfaas.serving.transport.outgoing import OutgoingTransfer
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket, checkpoint_id, part_id
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.offer import Offer
+from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer
+from prfaas.serving.transport.protocol.ticket import Ticket, checkpoint_id, part_id
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 from .harness import (
     KEY,

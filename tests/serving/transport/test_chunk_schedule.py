@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.chunk_schedule import ChunkSchedule
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.offer import Offer
-from prfaas.serving.transport.outgoing import Chunk, OutgoingTransfer, SendPhase
-from prfaas.serving.transport.ticket import TransferClass
+from prfaas.serving.transport.protocol.chunk_schedule import ChunkSchedule
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.offer import Offer
+from prfaas.serving.transport.protocol.outgoing import Chunk, OutgoingTransfer, SendPhase
+from prfaas.serving.transport.protocol.ticket import TransferClass
 
 CHUNK = 100
 RATE = 8e3  # 1,000 bytes per second

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 from .authority import Authority
 from .harness import World, await_over

@@ -1,6 +1,7 @@
 """Lossless compression of chunks: byte-exact for anything, shorter for floating-point numbers, refused when damaged."""
 
 import struct
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.compression import (
+from prfaas.serving.transport.protocol.compression import (
     PREFIX_BYTES,
     ChunkCompressor,
     compress,
@@ -17,7 +18,7 @@ from prfaas.serving.transport.compression import (
     decompressed_bytes,
     element_bytes,
 )
-from prfaas.serving.transport.wire import MAX_DATA_BYTES, WireError
+from prfaas.serving.transport.protocol.wire import MAX_DATA_BYTES, WireError
 
 
 def floats(kind: str, count: int = 1 << 16, seed: int = 7) -> memoryview:
@@ -60,14 +61,18 @@ def test_floating_point_numbers_get_shorter(kind: str, size: int, most: float) -
 
 
 def test_random_bytes_leave_as_they_are() -> None:
-    coder = ChunkCompressor()
+    coder = ChunkCompressor(time.thread_time)
     assert coder.compressed(memoryview(np.random.default_rng(3).bytes(1 << 20)), 1e6) is None
     assert coder.counters.coded_chunks == 0
 
 
 def test_a_slow_link_is_worth_it_and_a_fast_one_is_not() -> None:
     chunk = floats("bf16", 1 << 19)
-    slow, fast, unlimited = ChunkCompressor(), ChunkCompressor(), ChunkCompressor()
+    slow, fast, unlimited = (
+        ChunkCompressor(time.thread_time),
+        ChunkCompressor(time.thread_time),
+        ChunkCompressor(time.thread_time),
+    )
     assert all(slow.compressed(chunk, 1e6) is not None for _ in range(5))
     assert slow.counters.sent_bytes < 0.72 * slow.counters.raw_bytes
     tries = sum(fast.compressed(chunk, 1e15) is not None for _ in range(200))
@@ -77,7 +82,7 @@ def test_a_slow_link_is_worth_it_and_a_fast_one_is_not() -> None:
 
 def test_what_does_not_get_shorter_is_tried_rarely() -> None:
     noise = memoryview(np.random.default_rng(5).bytes(1 << 16))
-    coder = ChunkCompressor()
+    coder = ChunkCompressor(time.thread_time)
     for _ in range(640):
         assert coder.compressed(noise, 1e6) is None
     before_s = coder.counters.encode_s

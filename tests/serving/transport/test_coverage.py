@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.coverage import Coverage
+from prfaas.serving.transport.protocol.coverage import Coverage
 
 ranges = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair)))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import socket
 import ssl
 import threading
@@ -16,16 +17,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, ServerHandshake, greet
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.outgoing import SendPhase
-from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, Sealing
-from prfaas.serving.transport.sockets import HandshakeError, receive_exactly
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.tls_identity import TlsIdentity
-from prfaas.serving.transport.tls_stream import TlsStream
-from prfaas.serving.transport.wire import (
+from prfaas.serving.transport.io.greeting import greet
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.sockets import receive_exactly
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_stream import TlsStream
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.handshake import (
+    NONCE_BYTES,
+    ROLE_PRODUCER,
+    ClientHello,
+    HandshakeError,
+)
+from prfaas.serving.transport.protocol.outgoing import SendPhase
+from prfaas.serving.transport.protocol.sealing import SEALED_HEADER_BYTES, Sealing
+from prfaas.serving.transport.protocol.wire import (
     FrameType,
     Header,
     TransferPhase,
@@ -51,6 +58,7 @@ from .harness import (
     make_receiver,
     make_sender,
     make_ticket,
+    server_handshake,
     with_options,
 )
 from .proxy import FaultyProxy
@@ -249,7 +257,7 @@ def test_sealed_memory_is_free_before_it_is_sent(make_world: MakeWorld, authorit
         transfer.put(0, 0, BytesSource(memory))
         queue = world.sender._queues["c/0"]
         # Chunks leave until the socket is full; the last of them is stuck in it.
-        await_steady(lambda: queue.stats()["in_flight_chunks"])
+        await_steady(lambda: queue.queue.stats()["in_flight_chunks"])
         assert not transfer.reading
         proxy.thaw()
         transfer.end()
@@ -353,7 +361,7 @@ def test_unauthenticated_peers_are_refused_and_logged_once(
     assert sentence in transfer.reason
     stats = world.receiver.stats()
     assert (stats["connections"], stats["received_bytes"], stats["opened"]) == (0, 0, 0)
-    by_sender = [r.getMessage() for r in caplog.records if r.name.endswith("peer_queue")]
+    by_sender = [r.getMessage() for r in caplog.records if r.name.endswith("shared_queue")]
     by_receiver = [r.getMessage() for r in caplog.records if r.name.endswith("unauthenticated")]
     assert len(by_sender) == 1 and sentence in by_sender[0]
     assert len(by_receiver) <= 1
@@ -371,8 +379,8 @@ def test_plain_connections_only_from_those_that_may(make_world: MakeWorld, autho
 
 
 def test_an_encrypted_peer_needs_an_identity() -> None:
-    from prfaas.serving.transport.options import Peer
-    from prfaas.serving.transport.sender import Sender
+    from prfaas.serving.transport.io.sender import Sender
+    from prfaas.serving.transport.protocol.options import Peer
 
     peer = Peer("c/0", "127.0.0.1", 1, "wan", 1, None, encrypted=True)
     with pytest.raises(ValueError, match="peer c/0 is encrypted, and p/0 has no TLS identity"):
@@ -388,6 +396,7 @@ class Producer:
     def __init__(self, world: World, tls: TlsIdentity) -> None:
         self.sock = socket.create_connection(("127.0.0.1", world.receiver.port), timeout=20)
         hello = ClientHello(
+            nonce=secrets.token_hex(NONCE_BYTES),
             key=KEY,
             name="p/0",
             server_name="c/0",
@@ -500,7 +509,7 @@ def test_forged_answers_are_not_believed(authority: Authority, caplog: pytest.Lo
         ticket = make_ticket(100)
         transfer = sender.open(ticket, ticket.seal(KEY), [100, 200, 300])
         consumers.append(listener.accept()[0])
-        server = ServerHandshake(key=KEY, name="c/0", fingerprint=FINGERPRINT, tls=authority.identity("c"))
+        server = server_handshake("c/0", authority.identity("c"))
         _, sealing = server.welcome(consumers[0], producers=["p/0"])
         assert sealing is not None
         consumers[0].settimeout(20)
@@ -618,7 +627,7 @@ def test_junk_instead_of_tls_is_refused(authority: Authority, junk: bytes) -> No
         ours.shutdown(socket.SHUT_WR)
         with pytest.raises((OSError, ValueError)):
             tls = authority.identity("c")
-            server = ServerHandshake(key=KEY, name="c/0", fingerprint=FINGERPRINT, tls=tls)
+            server = server_handshake("c/0", tls)
             server.welcome(theirs, producers=None)
 
 

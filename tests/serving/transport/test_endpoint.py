@@ -6,13 +6,14 @@ from collections.abc import Iterator
 import pytest
 
 from prfaas.core.deployment import CONTROL
-from prfaas.serving.transport.endpoint import KvEndpoint
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.region_layout import PeerLayouts, TransferLayout
-from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.io.endpoint import KvEndpoint
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.peer_layouts import PeerLayouts
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.options import Peer
+from prfaas.serving.transport.protocol.pacing import PaceOrder
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.region_layout import TransferLayout
 
 from .harness import FAST_RECEIVER, FAST_SENDER, FINGERPRINT, KEY, SizesByTokens
 
@@ -65,5 +66,5 @@ def test_an_observer_steers_the_sender_over_the_receivers_port(endpoint: KvEndpo
 def test_sides_that_agree_on_layouts_do_so_for_both_directions() -> None:
     layouts: PeerLayouts[SizesByTokens] = PeerLayouts([1], lambda *_: SizesByTokens(), SizesByTokens())
     both = made(layouts)
-    assert both.sender._layouts is both.receiver._handshake.layouts is layouts
+    assert both.sender._layouts is both.receiver._handshake.hello.layouts is layouts
     assert made(SizesByTokens()).sender._layouts is None

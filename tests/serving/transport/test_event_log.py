@@ -1,13 +1,22 @@
 """A log of events told to several that follow it, each as far as it has come."""
 
+import secrets
+from functools import partial
+
 import pytest
 
 from prfaas.core.prefix.digests import decode_events
 from prfaas.core.prefix.events import Event, RemovedBlocks
-from prfaas.serving.transport import event_log
-from prfaas.serving.transport.event_log import EventLog
-from prfaas.serving.transport.requests import FollowedEvents, FollowOrder, PeerRequest
-from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, parse_control, read_body, unpack_header
+from prfaas.serving.transport.protocol import event_log
+from prfaas.serving.transport.protocol.event_log import EventLog
+from prfaas.serving.transport.protocol.requests import FollowedEvents, FollowOrder, PeerRequest
+from prfaas.serving.transport.protocol.wire import (
+    HEADER_BYTES,
+    FrameType,
+    parse_control,
+    read_body,
+    unpack_header,
+)
 
 
 class Asking:
@@ -36,7 +45,7 @@ def gone(number: int) -> list[Event]:
 
 @pytest.fixture
 def log() -> EventLog:
-    made = EventLog(1)
+    made = EventLog(1, partial(secrets.token_hex, 8))
     for number in range(3):
         made.add(gone(number))
     return made

@@ -11,17 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.handshake import ServerHandshake
-from prfaas.serving.transport.outgoing import SendPhase
-from prfaas.serving.transport.sockets import receive_control
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.wire import FrameType, TransferPhase
+from prfaas.serving.transport.io.sockets import receive_control
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.outgoing import SendPhase
+from prfaas.serving.transport.protocol.wire import FrameType, TransferPhase
 
 from .harness import (
     FAST_RECEIVER,
     FAST_SENDER,
-    FINGERPRINT,
     KEY,
     PATIENT_RECEIVER,
     PATIENT_SENDER,
@@ -32,6 +30,7 @@ from .harness import (
     make_receiver,
     make_sender,
     make_ticket,
+    server_handshake,
     with_options,
 )
 from .proxy import FaultyProxy
@@ -251,7 +250,7 @@ def test_an_answer_that_was_lost_with_another_connection_is_asked_for_again() ->
     try:
         for _ in range(2):
             consumers.append(listener.accept()[0])
-            server = ServerHandshake(key=KEY, name="c/0", fingerprint=FINGERPRINT)
+            server = server_handshake("c/0")
             server.welcome(consumers[-1], producers=["p/0"])
         await_true(lambda: sender.stats()["peers"]["c/0"]["connections"] == 2, 5.0, lambda: "up")
         ticket = make_ticket(100)

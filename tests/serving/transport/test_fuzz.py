@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,15 +16,17 @@ from hypothesis import strategies as st
 from tests.mutations import no_exception_logged
 
 from prfaas.core.deployment import CONTROL, GATEWAY, TOOLS
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, ServerHandshake, greet
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.requests import PullAnswer, PullOrder
-from prfaas.serving.transport.sockets import ConnectionEnded, receive_exactly
-from prfaas.serving.transport.staging import StagingArena, StagingLease
-from prfaas.serving.transport.ticket import Ticket
-from prfaas.serving.transport.wire import (
+from prfaas.serving.transport.io.greeting import greet
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sockets import ConnectionEnded, receive_exactly
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.handshake import NONCE_BYTES, ROLE_OBSERVER, ClientHello
+from prfaas.serving.transport.protocol.requests import PullAnswer, PullOrder
+from prfaas.serving.transport.protocol.staging import StagingLease
+from prfaas.serving.transport.protocol.ticket import Ticket
+from prfaas.serving.transport.protocol.wire import (
     END_REGION,
     HEADER_BYTES,
     NO_TRANSFER,
@@ -41,7 +44,6 @@ from prfaas.serving.transport.wire import (
 from .harness import (
     FAST_RECEIVER,
     FAST_SENDER,
-    FINGERPRINT,
     KEY,
     SizesByTokens,
     World,
@@ -49,6 +51,7 @@ from .harness import (
     make_receiver,
     make_sender,
     make_ticket,
+    server_handshake,
 )
 from .raw_peer import RawProducer
 
@@ -310,7 +313,13 @@ def test_an_observer_may_send_anything(
         greet(
             sock,
             ClientHello(
-                key=KEY, name=name, server_name="c/0", role=ROLE_OBSERVER, session="fuzz", fingerprint={}
+                nonce=secrets.token_hex(NONCE_BYTES),
+                key=KEY,
+                name=name,
+                server_name="c/0",
+                role=ROLE_OBSERVER,
+                session="fuzz",
+                fingerprint={},
             ),
         )
         return sock
@@ -370,7 +379,7 @@ class RawConsumer:
 
     def _serve(self, sock: socket.socket) -> None:
         with suppress(OSError, WireError):
-            server = ServerHandshake(key=KEY, name=self._name, fingerprint=FINGERPRINT)
+            server = server_handshake(self._name)
             server.welcome(sock, producers=None)
             sock.settimeout(None)
             while True:

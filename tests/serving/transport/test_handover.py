@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.handover import (
+from prfaas.serving.transport.protocol.handover import (
     MAX_HANDOVER_CHARS,
     Handover,
     HandoverError,
@@ -15,7 +15,7 @@ from prfaas.serving.transport.handover import (
     is_by_nixl,
     ticket_of,
 )
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket
 
 KEY = secrets.token_bytes(32)
 PARAMS = {"do_remote_prefill": True, "remote_host": "h", "remote_block_ids": [[1, 2], [3]], "remote_port": 5}
@@ -23,7 +23,13 @@ PARAMS = {"do_remote_prefill": True, "remote_host": "h", "remote_block_ids": [[1
 
 def ticket() -> str:
     fields: dict[str, Any] = {"producer": "p", "consumer": "c", "num_tokens": 9, "skip_tokens": 0}
-    return Ticket.issue(**fields, prompt_digest=bytes(16), lifetime_s=60, now_s=0.0).seal(KEY)
+    return Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
+        **fields,
+        prompt_digest=bytes(16),
+        lifetime_s=60,
+        now_s=0.0,
+    ).seal(KEY)
 
 
 @given(

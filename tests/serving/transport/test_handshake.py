@@ -1,6 +1,7 @@
 """Who may talk: proofs in both directions, and sentences that say what differs."""
 
 import re
+import secrets
 import socket
 import threading
 import time
@@ -14,27 +15,29 @@ from hypothesis import strategies as st
 from tests.serving.transport.harness import await_true
 
 from prfaas.core.deployment.field_types import NAME_PATTERN
-from prfaas.serving.transport import fingerprint
-from prfaas.serving.transport.fingerprint import fingerprint_difference
-from prfaas.serving.transport.handshake import (
+from prfaas.serving.transport.io.greeting import ServerHandshake, greet
+from prfaas.serving.transport.io.peer_layouts import PeerLayouts
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol import fingerprint
+from prfaas.serving.transport.protocol.fingerprint import fingerprint_difference
+from prfaas.serving.transport.protocol.handshake import (
+    NONCE_BYTES,
     ROLE_OBSERVER,
     ROLE_PRODUCER,
     ClientHello,
     HandshakeError,
     PeerIdentity,
-    ServerHandshake,
-    greet,
+    ServerHello,
     is_peer_name,
 )
-from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.region_layout import PeerLayouts, usable_tokens
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sentences import bounded_sentences, legible
-from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket, part_id
-from prfaas.serving.transport.wire import FrameType, WireError, pack_control
+from prfaas.serving.transport.protocol.options import Peer, SenderOptions
+from prfaas.serving.transport.protocol.region_layout import usable_tokens
+from prfaas.serving.transport.protocol.sentences import bounded_sentences, legible
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, part_id
+from prfaas.serving.transport.protocol.wire import FrameType, WireError, pack_control
 
 KEY = bytes(range(32))
 LAYOUT = {"model": "m", "dtype": "bf16", "layers": 4}
@@ -47,6 +50,7 @@ def hello(**changes: Any) -> ClientHello:
         "server_name": "c/0",
         "role": ROLE_PRODUCER,
         "session": "s1",
+        "nonce": secrets.token_hex(NONCE_BYTES),
         "fingerprint": LAYOUT,
     }
     return ClientHello(**said | changes)
@@ -69,7 +73,9 @@ def meet(client: Callable[[socket.socket], object], **server: Any) -> tuple[obje
         }
         asked = {"producers": {"p/0"}} | {each: server.pop(each) for each in _OF_CLIENTS & server.keys()}
         try:
-            results[0] = ServerHandshake(**said | server).welcome(theirs, **asked)
+            tls = server.pop("tls", None)
+            handshake = ServerHandshake(hello=ServerHello(**said | server), tls=tls)
+            results[0] = handshake.welcome(theirs, **asked)
         except Exception as error:
             results[0] = error
         theirs.close()
@@ -247,12 +253,14 @@ def test_a_layout_that_is_changed_on_its_way_is_no_proof(changed: str) -> None:
     def client(sock: socket.socket) -> Any:
         ours = hello(layouts=layouts([16]))
         told = {"layout": [17]} if changed == "HELLO" else {}
+        side = ours.converse(encrypted=False)
+        next(side)
         sock.sendall(pack_control(FrameType.HELLO, body=ours.body() | told))
         header, challenge = receive_control(sock)
         if changed == "CHALLENGE":
             challenge["layout"] = [33]
-        sock.sendall(ours.answer(header, challenge))
-        return ours.finish(*receive_control(sock))
+        sock.sendall(side.send((header, challenge)))
+        return side.send(receive_control(sock))
 
     outcome, _ = meet(client, layouts=layouts([32]))
     assert isinstance(outcome, HandshakeError)
@@ -290,6 +298,7 @@ def test_what_has_come_of_a_broken_transfer_is_that_of_its_part(part: int) -> No
     form.part, form.parts = part, 2
     theirs = PeerLayouts([32], lambda _told, _peer, _sends: form, form)
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="p",
         consumer="c",
         num_tokens=10,
@@ -338,10 +347,12 @@ def test_proof_cannot_be_replayed_or_reflected() -> None:
     said = hello()
 
     def honest(sock: socket.socket) -> None:
-        sock.sendall(said.frame())
-        recorded.append(said.answer(*receive_control(sock)))
+        side = said.converse(encrypted=False)
+        sock.sendall(next(side))
+        recorded.append(side.send(receive_control(sock)))
         sock.sendall(recorded[0])
-        said.finish(*receive_control(sock))
+        with pytest.raises(StopIteration):
+            side.send(receive_control(sock))
 
     assert meet(honest)[0] is None
 
@@ -446,11 +457,11 @@ def test_all_sentences_fit_into_a_report(sentences: dict[str, str]) -> None:
 
 def test_a_damaged_hello_says_nothing_of_its_sender() -> None:
     def client(sock: socket.socket) -> None:
-        said = hello()
-        frame = bytearray(said.frame())
+        side = hello().converse(encrypted=False)
+        frame = bytearray(next(side))
         frame[-1] ^= 1
         sock.sendall(frame)
-        said.answer(*receive_control(sock))
+        side.send(receive_control(sock))
 
     outcome, _ = meet(client)
     assert isinstance(outcome, WireError) and "could not read the HELLO" in str(outcome)

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from prfaas.serving.transport import incoming
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.outgoing import SendPhase
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sockets import ConnectionEnded, HandshakeError
-from prfaas.serving.transport.wire import (
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sockets import ConnectionEnded
+from prfaas.serving.transport.protocol import incoming
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.handshake import HandshakeError
+from prfaas.serving.transport.protocol.outgoing import SendPhase
+from prfaas.serving.transport.protocol.wire import (
     END_REGION,
     FrameType,
     TransferPhase,
@@ -226,7 +227,7 @@ def test_same_chunk_twice_at_once(world: World) -> None:
         )
         old.sock.sendall(header + b"z" * 400)
         await_true(
-            lambda: bool(world.receiver.transfers._transfers[ticket.transfer_id]._arriving),
+            lambda: bool(world.receiver.transfers.table._transfers[ticket.transfer_id]._arriving),
             5.0,
             lambda: "half",
         )
@@ -254,7 +255,7 @@ def test_staging_is_held_while_a_dropped_chunk_arrives(world: World) -> None:
         header = pack_header(FrameType.DATA, ticket.transfer_id, length_bytes=1000)
         raw.sock.sendall(header + b"z" * 400)
         await_true(
-            lambda: bool(world.receiver.transfers._transfers[ticket.transfer_id]._arriving),
+            lambda: bool(world.receiver.transfers.table._transfers[ticket.transfer_id]._arriving),
             5.0,
             lambda: "half",
         )

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.serving.secret_files import KeyFileError
-from prfaas.serving.transport.ticket import create_key, load_key
+from prfaas.serving.secret_files import KeyFileError, create_key, load_key
 
 
 def test_created_key_is_private_and_comes_back(tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.liveness import LONGEST_LOOK_S, Liveness, LookClock
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.outgoing import SendPhase
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sockets import TcpInfo
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.liveness import LONGEST_LOOK_S, Liveness, LookClock, TcpInfo
+from prfaas.serving.transport.protocol.options import Peer
+from prfaas.serving.transport.protocol.outgoing import SendPhase
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 from .harness import (
     FAST_SENDER,
@@ -40,7 +39,7 @@ QUIET = TcpInfo(
 # In a process of its own, which can be stopped.
 CONSUMER = """
 import sys
-from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.io.staging_memory import StagingArena
 from tests.serving.transport.harness import make_receiver
 receiver = make_receiver(StagingArena(64 << 20, 256 << 10))
 print(receiver.port, flush=True)
@@ -91,7 +90,7 @@ def test_who_was_asked_nothing_is_not_silent() -> None:
 
 
 def test_a_stop_of_this_process_counts_as_one_look() -> None:
-    clock = LookClock()
+    clock = LookClock(time.monotonic())
     assert clock.elapsed_s(time.monotonic() + 3600) == LONGEST_LOOK_S
 
 

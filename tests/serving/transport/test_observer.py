@@ -10,14 +10,13 @@ import pytest
 import uvloop
 
 from prfaas.serving.own_process import LoopClock
-from prfaas.serving.transport import handshake
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.handshake import frames_of
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.outgoing import SendPhase
-from prfaas.serving.transport.requests import CopyOrder, FollowOrder
-from prfaas.serving.transport.sockets import HandshakeError
-from prfaas.serving.transport.wire import FrameType, TransferPhase, TransferStatus
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol import handshake
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.handshake import HandshakeError, frames_of
+from prfaas.serving.transport.protocol.outgoing import SendPhase
+from prfaas.serving.transport.protocol.requests import CopyOrder, FollowOrder
+from prfaas.serving.transport.protocol.wire import FrameType, TransferPhase, TransferStatus
 
 from .harness import KEY, World, await_over, await_true, make_receiver, make_ticket
 from .proxy import FaultyProxy
@@ -157,6 +156,8 @@ def test_receiver_gone_or_restarted(make_world: MakeWorld) -> None:
     async def main() -> None:
         observer = observer_of(world)
         port = world.receiver.port
+        # Or it would know no other receiver than the next one.
+        await observer.connect()
         waiting = asyncio.create_task(observer.wait(bytes(16), 30))
         await asyncio.sleep(0.05)
         await asyncio.to_thread(world.receiver.close)
@@ -366,7 +367,7 @@ def test_a_slow_handshake_goes_on_when_a_question_is_given_up(world: World, prox
 def test_a_handshake_that_never_ends_is_given_up(
     world: World, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prfaas.serving.transport.observer._HANDSHAKE_S", 0.2)
+    monkeypatch.setattr("prfaas.serving.transport.io.observer._HANDSHAKE_S", 0.2)
 
     async def main(port: int) -> None:
         observer = observer_of(world, port=port)
@@ -386,7 +387,7 @@ def test_a_handshake_that_never_ends_is_given_up(
 def test_time_in_which_the_loop_stood_still_is_no_time_to_shake_hands(
     world: World, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prfaas.serving.transport.observer._HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("prfaas.serving.transport.io.observer._HANDSHAKE_S", 0.5)
 
     async def main(port: int) -> None:
         clock = LoopClock()

@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.offer import Offer
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sockets import SO_MAX_PACING_RATE, packet_bytes
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.wire import WireError, body_of, read_body
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.sockets import SO_MAX_PACING_RATE, packet_bytes
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.offer import Offer
+from prfaas.serving.transport.protocol.options import Peer
+from prfaas.serving.transport.protocol.pacing import LinkPacer, PaceOrder
+from prfaas.serving.transport.protocol.wire import WireError, body_of, read_body
 
 from .harness import (
     FAST_SENDER,
@@ -44,45 +44,41 @@ class _Socket:
 def test_budget_is_divided_over_those_who_work() -> None:
     pacer = LinkPacer(80e6)
     one, two, three = _Socket(), _Socket(), _Socket()
-    pacer.update("a", [one, two])
+    pacer.update("a", [one, two], 0.0)
     assert (one.rate, two.rate) == (5_000_000, 5_000_000)
-    pacer.update("b", [three])
+    pacer.update("b", [three], 0.0)
     assert {one.rate, two.rate, three.rate} == {3_333_333}
     pacer.set_bandwidth(40e6)
     assert {one.rate, two.rate, three.rate} == {1_666_666}
     pacer.set_bandwidth(800e6)
-    pacer.update("a", [])
+    pacer.update("a", [], 0.0)
     assert three.rate == 10_000_000
-    pacer.update("b", [])
+    pacer.update("b", [], 0.0)
     unpaced = LinkPacer(None)
     four = _Socket()
-    unpaced.update("a", [four])
+    unpaced.update("a", [four], 0.0)
     assert four.rate is None
 
 
 def test_what_is_told_holds_for_a_while_and_never_exceeds_the_link() -> None:
-    clock = [0.0]
-    pacer = LinkPacer(80e6, 20e6, lambda: clock[0])
+    pacer = LinkPacer(80e6, 20e6)
     one = _Socket()
-    pacer.update("a", [one])
+    pacer.update("a", [one], 0.0)
     assert (one.rate, pacer.pace_bits_per_s) == (2_500_000, 20e6)
-    pacer.order(60e6, 3.0)
+    pacer.order(60e6, 3.0, 0.0)
     assert (one.rate, pacer.pace_bits_per_s) == (7_500_000, 60e6)
-    pacer.order(1e12, 3.0)
+    pacer.order(1e12, 3.0, 0.0)
     assert one.rate == 10_000_000
-    clock[0] = 2.9
-    pacer.look()
+    pacer.look(2.9)
     assert one.rate == 10_000_000
-    clock[0] = 3.0
-    pacer.look()
+    pacer.look(3.0)
     assert (one.rate, pacer.pace_bits_per_s) == (2_500_000, 20e6)
-    pacer.order(60e6, 3.0)
-    clock[0] = 9.0
-    pacer.update("a", [one])
+    pacer.order(60e6, 3.0, 3.0)
+    pacer.update("a", [one], 9.0)
     assert one.rate == 2_500_000
     unpaced = LinkPacer(None)
-    unpaced.update("a", [one])
-    unpaced.order(8.0, 3.0)
+    unpaced.update("a", [one], 9.0)
+    unpaced.order(8.0, 3.0, 9.0)
     assert (one.rate, unpaced.pace_bits_per_s) == (2_500_000, None)
 
 
@@ -118,13 +114,13 @@ def test_an_order_leaves_each_connection_enough_for_a_packet() -> None:
     pacer = LinkPacer(80e6, 20e6)
     one, two = _Socket(), _Socket()
     one.least_bytes_per_s = two.least_bytes_per_s = 131_072.0
-    pacer.update("a", [one, two])
-    pacer.order(1, 3.0)
+    pacer.update("a", [one, two], 0.0)
+    pacer.order(1, 3.0, 0.0)
     assert (one.rate, two.rate) == (131_072, 131_072)
     # What the file gives is enough, however narrow: a floor must not overbook the link.
     narrow = LinkPacer(1e6, 0.5e6)
-    narrow.update("a", [one, two])
-    narrow.order(1, 3.0)
+    narrow.update("a", [one, two], 0.0)
+    narrow.order(1, 3.0, 0.0)
     assert (one.rate, two.rate) == (31_250, 31_250)
 
 
@@ -149,15 +145,12 @@ def test_a_tiny_pace_leaves_real_connections_a_packet_in_half_a_second(make_worl
 
 
 def test_a_probe_is_what_the_link_carries_in_a_second_at_most() -> None:
-    clock = [0.0]
-    pacer = LinkPacer(80e6, clock=lambda: clock[0])
-    assert pacer.admit_probe(1 << 30) == 10_000_000
-    clock[0] = 0.4
-    assert pacer.admit_probe(1) == 0
-    clock[0] = 0.6
-    assert pacer.admit_probe(1000) == 1000
-    assert LinkPacer(1000.0).admit_probe(1 << 30) == 64 << 10
-    assert LinkPacer(None).admit_probe(1 << 30) == 16_000_000
+    pacer = LinkPacer(80e6)
+    assert pacer.admit_probe(1 << 30, 0.0) == 10_000_000
+    assert pacer.admit_probe(1, 0.4) == 0
+    assert pacer.admit_probe(1000, 0.6) == 1000
+    assert LinkPacer(1000.0).admit_probe(1 << 30, 0.0) == 64 << 10
+    assert LinkPacer(None).admit_probe(1 << 30, 0.0) == 16_000_000
 
 
 def test_an_observer_paces_the_sender_beside_a_receiver() -> None:
@@ -259,7 +252,7 @@ def test_two_peers_share_the_link() -> None:
     sender = Sender(name="p/0", key=KEY, peers=peers, fingerprint=FINGERPRINT, options=FAST_SENDER)
     sender.start()
     worlds = [
-        World(receiver, sender, arena, receiver.transfers._open_check.layout)  # type: ignore[arg-type]
+        World(receiver, sender, arena, receiver.transfers.table._open_check.layout)  # type: ignore[arg-type]
         for receiver, arena in zip(receivers, arenas, strict=True)
     ]
     try:

@@ -16,14 +16,14 @@ from prfaas.core.deployment import CONTROL, TOOLS, load_deployment
 from prfaas.core.shipped import example_path
 from prfaas.serving.engines.command import kv_transfer_config
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.peer_list import PeerList, peer_list_of
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.wire import WireError
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.options import Peer
+from prfaas.serving.transport.protocol.pacing import PaceOrder
+from prfaas.serving.transport.protocol.peer_list import PeerList, peer_list_of
+from prfaas.serving.transport.protocol.wire import WireError
 
 from .harness import FAST_RECEIVER, FAST_SENDER, FINGERPRINT, KEY, SizesByTokens
 

@@ -1,17 +1,26 @@
 """Who may say what at a KV port: every frame of every role, and what a refused one leaves undone."""
 
+import secrets
 import socket
+import time
 
 import pytest
 
 from prfaas.core.deployment import CONTROL, GATEWAY, TOOLS
 from prfaas.core.deployment.security import OBSERVERS
-from prfaas.serving.transport.handshake import ROLE_OBSERVER, ROLE_PRODUCER, ClientHello, PeerIdentity, greet
-from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.permissions import PERMISSIONS, permitted_frames
-from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.wire import FrameType, body_of, pack_control, ping
+from prfaas.serving.transport.io.greeting import greet
+from prfaas.serving.transport.io.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.handshake import (
+    NONCE_BYTES,
+    ROLE_OBSERVER,
+    ROLE_PRODUCER,
+    ClientHello,
+    PeerIdentity,
+)
+from prfaas.serving.transport.protocol.pacing import PaceOrder
+from prfaas.serving.transport.protocol.permissions import PERMISSIONS, permitted_frames
+from prfaas.serving.transport.protocol.wire import FrameType, body_of, pack_control, ping
 
 from .harness import FAST_SENDER, FINGERPRINT, KEY, World, await_true, make_receiver, make_sender
 
@@ -28,7 +37,13 @@ PEERS = [
 def connected(port: int, name: str, role: str) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", port), timeout=60)
     hello = ClientHello(
-        key=KEY, name=name, server_name="c/0", role=role, session="s", fingerprint=FINGERPRINT
+        nonce=secrets.token_hex(NONCE_BYTES),
+        key=KEY,
+        name=name,
+        server_name="c/0",
+        role=role,
+        session="s",
+        fingerprint=FINGERPRINT,
     )
     greet(sock, hello)
     return sock
@@ -82,7 +97,13 @@ def test_an_address_of_another_machine_may_not_say_that_an_engine_ends(world: Wo
         sock.settimeout(60)
         sock.connect(("127.0.0.1", world.receiver.port))
         hello = ClientHello(
-            key=KEY, name="c", server_name="c/0", role=ROLE_OBSERVER, session="s", fingerprint=FINGERPRINT
+            nonce=secrets.token_hex(NONCE_BYTES),
+            key=KEY,
+            name="c",
+            server_name="c/0",
+            role=ROLE_OBSERVER,
+            session="s",
+            fingerprint=FINGERPRINT,
         )
         greet(sock, hello)
         sock.sendall(pack_control(FrameType.LEAVE))
@@ -109,7 +130,7 @@ def test_only_the_control_plane_paces_and_probes(name: str) -> None:
                 with pytest.raises((ConnectionEnded, ConnectionResetError)):
                     receive_control(sock)
         assert sender._pacers["wan"].pace_bits_per_s == 64e6
-        assert sender._pacers["wan"].admit_probe(1000) == 1000
+        assert sender._pacers["wan"].admit_probe(1000, time.monotonic()) == 1000
         assert receiver.stats()["watched"] == 0
     finally:
         sender.close()

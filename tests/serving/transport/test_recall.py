@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.transport.outgoing import SendPhase
-from prfaas.serving.transport.sender_connection import SenderConnection
-from prfaas.serving.transport.wire import FrameType, Header
+from prfaas.serving.transport.io.sender_connection import SenderConnection
+from prfaas.serving.transport.protocol.outgoing import SendPhase
+from prfaas.serving.transport.protocol.wire import FrameType, Header
 
 from .harness import FAST_RECEIVER, FAST_SENDER, World, await_over, await_true, with_options
 from .proxy import FaultyProxy
@@ -124,8 +124,10 @@ def test_memory_is_not_free_while_a_damaged_chunk_and_its_second_sending_read_it
     assert source.asked.wait(60)
     [(chunk, carrier)] = transfer.reading.items()
     assert isinstance(carrier, SenderConnection)
-    [window] = [each for each in carrier.queue._windows if each.connection is carrier]
-    carrier.queue.nacked(window, Header(FrameType.NACK, ticket.transfer_id, chunk.region, chunk.start, 0, 0))
+    with carrier.queue as queue:
+        [window] = [each for each in queue._windows if each.connection is carrier]
+        damaged = Header(FrameType.NACK, ticket.transfer_id, chunk.region, chunk.start, 0, 0)
+        queue.take_frame(window, damaged, b"", time.monotonic())
     await_true(lambda: len(set(transfer.reading.values())) == 2, 5.0, lambda: transfer.reading)
     source.go_on.set()
     transfer.end()

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.region_layout import AskedTransfers
-from prfaas.serving.transport.requests import (
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.region_layout import AskedTransfers
+from prfaas.serving.transport.protocol.requests import (
     MAX_COPIED_TOKENS,
     MAX_PULLED_PAGES,
     PAGE_ID_BYTES,
@@ -24,8 +25,7 @@ from prfaas.serving.transport.requests import (
     PullAnswer,
     PullOrder,
 )
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.wire import (
+from prfaas.serving.transport.protocol.wire import (
     MAX_COPY_BYTES,
     MAX_OPEN_BYTES,
     FrameType,

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.resume_points import ResumePoints, common
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus, body_of, read_body
+from prfaas.serving.transport.protocol.resume_points import ResumePoints, common
+from prfaas.serving.transport.protocol.wire import TransferPhase, TransferStatus, body_of, read_body
 
 
 def points_of(ends: list[int]) -> ResumePoints:

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.transport import sealing
-from prfaas.serving.transport.sealing import (
+from prfaas.serving.transport.protocol import sealing
+from prfaas.serving.transport.protocol.sealing import (
     SEALED_HEADER_BYTES,
     TAG_BYTES,
     ForgedFrameError,
     FrameOpener,
     Sealing,
 )
-from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, pack_control, pack_header
+from prfaas.serving.transport.protocol.wire import HEADER_BYTES, FrameType, pack_control, pack_header
 
 SECRET = bytes(range(32))
 PAYLOAD = bytes(range(256)) * 16

@@ -1,6 +1,7 @@
 """Ranks of one engine that read each other's staging: what is lent, until when, and what is told of it."""
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -11,15 +12,15 @@ from dataclasses import dataclass
 import pytest
 
 from prfaas.core.deployment import TransferLimits
-from prfaas.serving.transport import sibling_staging
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.outgoing import OutgoingTransfer
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sibling_staging import Follow, Lent, LentTransfer, SiblingStaging
-from prfaas.serving.transport.staging import StagingArena, shared_memory
-from prfaas.serving.transport.ticket import Ticket
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.io import sibling_staging
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.sibling_staging import Follow, Lent, LentTransfer, SiblingStaging
+from prfaas.serving.transport.io.staging_memory import StagingArena, shared_memory
+from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 KEY = b"k" * 32
 SIZES = [5000, 3000]
@@ -44,6 +45,7 @@ class Ranks:
 
     def open(self, *, lends: bool = True) -> tuple[bytes, OutgoingTransfer]:
         ticket = Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="east",
             consumer="home",
             num_tokens=9,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.sockets import (
+from prfaas.serving.transport.io.sockets import (
     SO_RCVLOWAT,
     BulkReader,
     ConnectionEnded,
@@ -75,7 +75,7 @@ def test_a_slow_payload_never_waits_for_more_than_is_still_to_come(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sender goes on only when the reader has all, so a mark beyond the end would never be reached."""
-    monkeypatch.setattr("prfaas.serving.transport.sockets._LOOK_AGAIN_MS", 20_000)
+    monkeypatch.setattr("prfaas.serving.transport.io.sockets._LOOK_AGAIN_MS", 20_000)
     near, far = ends
     started_s = time.monotonic()
     reader = BulkReader(far)
@@ -125,7 +125,7 @@ def test_a_long_path_gets_the_one_asked_for(
     near, far = ends
     near.sendall(b"x")
     far.recv(1)
-    monkeypatch.setattr("prfaas.serving.transport.sockets.LONG_PATH_RTT_S", 0.0)
+    monkeypatch.setattr("prfaas.serving.transport.io.sockets.LONG_PATH_RTT_S", 0.0)
     kernels = choose_congestion_control(near, None)
     assert choose_congestion_control(near, "none of that name") == kernels
     assert choose_congestion_control(near, "reno") == "reno"

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.staging import StagingArena, StagingLease
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.staging import StagingLease
 
 BLOCK = 4096
 

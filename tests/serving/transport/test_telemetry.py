@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.transport.chunk_source import BytesSource
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.pacing import ProbeOrder
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.wire import MAX_PROBE_BYTES
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.chunk_source import BytesSource
+from prfaas.serving.transport.protocol.options import Peer
+from prfaas.serving.transport.protocol.pacing import ProbeOrder
+from prfaas.serving.transport.protocol.wire import MAX_PROBE_BYTES
 
 from .harness import (
     FAST_SENDER,

@@ -4,6 +4,7 @@ import ast
 import base64
 import hashlib
 import hmac
+import secrets
 import struct
 from array import array
 from dataclasses import replace
@@ -16,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prfaas
-from prfaas.serving.transport.ticket import (
+from prfaas.serving.transport.protocol.ticket import (
+    TRANSFER_ID_BYTES,
     Ticket,
     TicketError,
     TransferAttributes,
@@ -89,6 +91,7 @@ def test_any_text_is_refused_politely(text: str) -> None:
 
 def test_expiry_and_issue() -> None:
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="p",
         consumer="c",
         num_tokens=10,

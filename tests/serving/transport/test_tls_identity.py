@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.serving.transport.tls_identity import TlsFileError, TlsIdentity, names_instance
+from prfaas.serving.transport.io.tls_identity import TlsFileError, TlsIdentity
+from prfaas.serving.transport.protocol.handshake import names_instance
 
 from .authority import Authority
 

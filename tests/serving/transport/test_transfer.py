@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from prfaas.core.deployment import GATEWAY
-from prfaas.serving.transport import outgoing, transfer_table
-from prfaas.serving.transport.chunk_source import BytesSource, SourceGone
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.outgoing import SendPhase
-from prfaas.serving.transport.wire import TransferPhase, body_of
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol import outgoing, transfer_table
+from prfaas.serving.transport.protocol.chunk_source import BytesSource, SourceGone
+from prfaas.serving.transport.protocol.outgoing import SendPhase
+from prfaas.serving.transport.protocol.wire import TransferPhase, body_of
 
 from .harness import FAST_RECEIVER, FAST_SENDER, KEY, World, await_over, await_true, with_options
 

@@ -3,6 +3,7 @@
 import io
 import logging
 import resource
+import secrets
 import socket
 import threading
 import time
@@ -13,12 +14,18 @@ from dataclasses import replace
 import pytest
 
 from prfaas.serving.logs import LogSettings, set_up_logging
-from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.sockets import ConnectionEnded, HandshakeError, receive_control
-from prfaas.serving.transport.unauthenticated import UnauthenticatedPeers, network_of
-from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, pack_control, pack_header
+from prfaas.serving.transport.io.greeting import greet
+from prfaas.serving.transport.io.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.io.unauthenticated import UnauthenticatedPeers, network_of
+from prfaas.serving.transport.protocol.handshake import (
+    NONCE_BYTES,
+    ROLE_PRODUCER,
+    ClientHello,
+    HandshakeError,
+)
+from prfaas.serving.transport.protocol.options import Peer
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.wire import HEADER_BYTES, FrameType, pack_control, pack_header
 
 from .harness import (
     FAST_RECEIVER,
@@ -43,7 +50,13 @@ def connected(world: World) -> socket.socket:
 
 def hello(*, name: str = "p/0", key: bytes = KEY) -> ClientHello:
     return ClientHello(
-        key=key, name=name, server_name="c/0", role=ROLE_PRODUCER, session="s", fingerprint=FINGERPRINT
+        nonce=secrets.token_hex(NONCE_BYTES),
+        key=key,
+        name=name,
+        server_name="c/0",
+        role=ROLE_PRODUCER,
+        session="s",
+        fingerprint=FINGERPRINT,
     )
 
 
@@ -96,6 +109,16 @@ def test_a_byte_now_and_then_does_not_stretch_the_handshake(make_world: MakeWorl
     await_true(lambda: world.receiver.stats()["strangers"] == 0, 5.0, lambda: "closed")
 
 
+def is_welcome(world: World) -> bool:
+    """Whether a peer with the key gets through its handshake, at one try."""
+    with connected(world) as sock:
+        try:
+            greet(sock, hello())
+        except (ConnectionEnded, OSError):
+            return False
+        return True
+
+
 def test_slow_unauthenticated_peers_keep_no_peer_out(make_world: MakeWorld) -> None:
     options = replace(FAST_RECEIVER, max_connections=12, max_unauthenticated=8, handshake_s=60.0)
     world = make_world(receiver_options=options)
@@ -105,10 +128,9 @@ def test_slow_unauthenticated_peers_keep_no_peer_out(make_world: MakeWorld) -> N
         _, transfer, _ = world.send(100_000)
         await_over(transfer)
         assert transfer.phase == "complete", transfer.reason
-        # A peer that comes while the flood goes on.
+        # Peers that come while the flood goes on. One whose machine is busy may be the oldest, and tries again.
         for _ in range(4):
-            with connected(world) as sock:
-                greet(sock, hello())
+            await_true(lambda: is_welcome(world), 30.0, lambda: "a peer is kept out")
 
 
 def test_the_oldest_unauthenticated_peer_goes_first(make_world: MakeWorld) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.offer import Offer
-from prfaas.serving.transport.wire import (
+from prfaas.serving.transport.protocol.offer import Offer
+from prfaas.serving.transport.protocol.wire import (
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
     FrameType,

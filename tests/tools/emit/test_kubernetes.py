@@ -15,8 +15,7 @@ from tests.tools.emit.test_emitted import made, objects_of
 
 from prfaas.core.deployment import DeploymentError
 from prfaas.core.shipped import example_path
-from prfaas.serving.secret_files import load_token
-from prfaas.serving.transport.ticket import create_key, load_key
+from prfaas.serving.secret_files import create_key, load_key, load_token
 from prfaas.tools.emit.blueprint import read_blueprint
 from prfaas.tools.emit.kubernetes import kubernetes_files
 from prfaas.tools.emit.writing import write_files

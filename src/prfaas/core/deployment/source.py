@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prfaas.core.bounded_file import WRITTEN_BYTES, file_text
 from prfaas.core.yaml_source import FileError, Location, YamlSource, dotted, yaml_source
 
 
@@ -22,7 +23,7 @@ def read_source(path: Path) -> YamlSource:
         DeploymentError: the file can't be read, is no YAML, or names a field twice.
     """
     try:
-        return yaml_source(path, path.read_text(encoding="utf-8"), DeploymentError)
+        return yaml_source(path, file_text(path, WRITTEN_BYTES), DeploymentError)
     except FileNotFoundError:
         raise DeploymentError(path, None, "", "there is no such file; name a deployment file") from None
     except OSError as error:

@@ -68,8 +68,8 @@ def speculation_of(arguments: Sequence[str]) -> Speculation | None:
 def _fields(value: str) -> dict[str, Any]:
     try:
         fields = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise DrafterError(f"{_OPTION} must be a JSON object, not {value!r}")
+        raise DrafterError(f"{_OPTION} must be a JSON object, not {value!r:.300}")
     return {name.replace("-", "_"): each for name, each in fields.items()}

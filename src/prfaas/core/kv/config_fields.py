@@ -12,6 +12,11 @@ LINEAR = "linear_attention"
 LAYER_TYPES = (FULL, SLIDING, LINEAR)
 
 
+# No model comes near them. Sizes are multiplied, and layers are listed one by one.
+_MOST = 1 << 31
+_MOST_LAYERS = 1 << 14
+
+
 class ConfigError(ValueError):
     """A `config.json` that the KVCache can't be read out of, or a published model that isn't known."""
 
@@ -31,19 +36,25 @@ class ConfigFields:
         self.fields = fields
         self._inside = inside
 
-    def whole(self, field: str, default: int | None = None) -> int:
+    def whole(self, field: str, default: int | None = None, *, most: int = _MOST) -> int:
         """A whole number above 0; `default` where it is missing or null."""
-        return self._number(field, default, least=1, needed="a whole number above 0")
+        return self._number(field, default, least=1, most=most, needed="a whole number above 0")
+
+    def layer_count(self, field: str, default: int | None = None) -> int:
+        """The same of a number of layers, for each of which something is made."""
+        return self.whole(field, default, most=_MOST_LAYERS)
 
     def count(self, field: str, default: int | None = None) -> int:
         """A whole number from 0 on; `default` where it is missing or null."""
-        return self._number(field, default, least=0, needed="a whole number from 0 on")
+        return self._number(field, default, least=0, most=_MOST, needed="a whole number from 0 on")
 
-    def _number(self, field: str, default: int | None, *, least: int, needed: str) -> int:
+    def _number(self, field: str, default: int | None, *, least: int, most: int, needed: str) -> int:
         value = self.fields.get(field)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{self._inside}{field} must be {needed}, not {value!r}")
+            raise ConfigError(f"{self._inside}{field} must be {needed}, not {value!r:.100}")
+        if value > most:
+            raise ConfigError(f"{self._inside}{field} must be at most {most}, not {value!r:.100}")
         return value
 
     def given(self, field: str) -> bool:
@@ -54,7 +65,7 @@ class ConfigFields:
         """The object in a field."""
         value = self.fields.get(field)
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{self._inside}{field} must be an object, not {value!r}")
+            raise ConfigError(f"{self._inside}{field} must be an object, not {value!r:.100}")
         return ConfigFields(value, f"{self._inside}{field}.")
 
     def entries(self, field: str, length: int | None) -> Sequence[Any] | None:
@@ -77,7 +88,7 @@ class ConfigFields:
         blocks = self.entries("layers_block_type", None)
         if blocks and not self.given("num_hidden_layers"):
             return len(blocks)
-        return self.whole("num_hidden_layers")
+        return self.layer_count("num_hidden_layers")
 
     @property
     def kv_heads(self) -> int:
@@ -101,7 +112,7 @@ class ConfigFields:
         last = self.layers + first - 1
         if len({*listed}) != len(listed) or not {*listed} <= {*range(first, last + 1)}:
             raise ConfigError(
-                f"{self._inside}{field} must be different layer numbers from {first} to {last}, not {listed!r}"
+                f"{self._inside}{field} must be different layer numbers from {first} to {last}, not {listed!r:.100}"
             )
         return listed
 
@@ -116,7 +127,7 @@ class ConfigFields:
         unknown = sorted(set(types) - set(LAYER_TYPES))
         if unknown:
             raise ConfigError(
-                f'{self._inside}layer_types: "{unknown[0]}" is not known; known are {", ".join(LAYER_TYPES)}'
+                f'{self._inside}layer_types: "{unknown[0]:.100}" is not known; known are {", ".join(LAYER_TYPES)}'
             )
         return types
 

@@ -120,7 +120,7 @@ def _layers(
     """
 
     def read(config: ConfigFields) -> Mapping[str, Any]:
-        layers = 1 if counted_by is None else config.whole(counted_by, 1)
+        layers = 1 if counted_by is None else config.layer_count(counted_by, 1)
         listed = {name: entry * layers for name, entry in (each or {}).items()}
         return {"num_hidden_layers": layers, **fields, **listed}
 
@@ -129,7 +129,7 @@ def _layers(
 
 def _layers_of_step(config: ConfigFields) -> Mapping[str, Any]:
     """The file's list of kinds goes on over them: step3p5_mtp.py."""
-    layers = config.whole(_COUNT, 1)
+    layers = config.layer_count(_COUNT, 1)
     listed = config.entries("layer_types", None) or []
     types = [*listed[config.layers : config.layers + layers]]
     return {
@@ -143,7 +143,7 @@ def _pattern_of_nemotron(config: ConfigFields) -> Mapping[str, Any]:
     pattern = config.fields.get("mtp_hybrid_override_pattern")
     if not isinstance(pattern, str):
         raise ConfigError("mtp_hybrid_override_pattern must be text of * (attention) and E (experts)")
-    return {"hybrid_override_pattern": pattern * config.whole(_COUNT, 1)}
+    return {"hybrid_override_pattern": pattern * config.layer_count(_COUNT, 1)}
 
 
 _QWEN3_5 = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")

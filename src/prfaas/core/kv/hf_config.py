@@ -4,12 +4,12 @@ Caches are counted as vLLM lays them out with `--dtype auto`, `--kv-cache-dtype 
 asked for otherwise (`CacheDtypes`).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prfaas.core.bounded_file import MODEL_BYTES, file_json
 from prfaas.core.kv.config_fields import (
     CacheDtypeError,
     ConfigError,
@@ -37,6 +37,7 @@ _MODEL_TYPES = {
 # Scalings of RoPE that leave max_position_embeddings as the whole context: vllm/config/model.py,
 # _get_and_verify_max_len. Others (linear, dynamic) multiply it by their factor.
 _WHOLE_CONTEXT_ROPE = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+_MOST_FACTOR = 1 << 20
 
 
 def model_from_directory(
@@ -104,12 +105,12 @@ def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = file_json(path, MODEL_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"{path}: there is no such file; name the directory of a Hugging Face checkpoint, or its config.json"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: can't be read as JSON ({error}); name a Hugging Face checkpoint"
         ) from error
@@ -193,6 +194,8 @@ def _context_tokens(fields: ConfigFields) -> int | None:
             continue
         factor = rope.get("factor")
         if isinstance(factor, int | float):
+            if not 0 < factor <= _MOST_FACTOR:
+                raise ConfigError(f"{field}.factor must be above 0 and at most {_MOST_FACTOR}, not {factor}")
             return int(context * factor)
     return context
 

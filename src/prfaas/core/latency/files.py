@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from prfaas.core.bounded_file import WRITTEN_BYTES, file_text
 from prfaas.core.latency.profile import (
     Curve,
     DecodeCurve,
@@ -91,7 +92,7 @@ def load_profile(name_or_path: str | Path, relative_to: Path | None = None) -> L
         path = Path(name_or_path).expanduser()
         path = path if relative_to is None else relative_to / path
         try:
-            content = path.read_text(encoding="utf-8")
+            content = file_text(path, WRITTEN_BYTES)
         except FileNotFoundError:
             raise ProfileError(f"{path}: there is no such profile file") from None
         except (OSError, UnicodeDecodeError) as error:

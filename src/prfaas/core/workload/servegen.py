@@ -15,7 +15,7 @@ from prfaas.core.workload.trace import bad_line
 
 _MEMBER = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)")
 _KEY = re.compile(r"(\d{1,9})\s*:")
-_MOST_BYTES = 1 << 30
+_MOST_BYTES = 4 << 30
 
 MOST_DRAWN = 1_000_000
 _LEAST_CV = 0.01
@@ -77,15 +77,16 @@ def _drawn(rng: "np.random.Generator", histogram: Histogram, count: int) -> Int3
 
 
 def _members(path: Path) -> dict[tuple[int, str], str]:
-    found = {}
+    found, left_bytes = {}, _MOST_BYTES
     try:
         with tarfile.open(path, "r:*") as archive:
             for member in archive:
                 match = _MEMBER.fullmatch(Path(member.name).name)
                 if match is None or not member.isfile():
                     continue
-                if member.size > _MOST_BYTES:
-                    raise WorkloadError(f"{path}!{member.name}: is larger than 1 GiB")
+                left_bytes -= member.size
+                if left_bytes < 0:
+                    raise WorkloadError(f"{path}: has more than {_MOST_BYTES >> 30} GiB unpacked")
                 file = archive.extractfile(member)
                 assert file is not None
                 found[int(match[1]), match[2]] = file.read().decode("utf-8")

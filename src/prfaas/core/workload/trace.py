@@ -9,6 +9,7 @@ import io
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from prfaas.core.arrays import FloatArray, np
 from prfaas.core.workload.lengths import WorkloadError
 
 _ROWS = 1 << 14
+# A line of a prompt of a million tokens, with an id for every 16, has half a million characters.
+_MOST_OF_A_LINE = 4 << 20
+_MOST_IN_ONE = 1 << 30
 
 
 @contextmanager
@@ -37,6 +41,16 @@ def opened(path: Path) -> Iterator[IO[str]]:
         raise WorkloadError(f"{path}: there is no such trace") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise WorkloadError(f"{path}: can't be read as a trace ({error})") from error
+
+
+def _lines(file: IO[str], path: Path) -> Iterator[str]:
+    """The lines of a file; one without end is none."""
+    number = 0
+    while line := file.readline(_MOST_OF_A_LINE + 1):
+        number += 1
+        if len(line) > _MOST_OF_A_LINE:
+            raise bad_line(str(path), number, f"has more than {_MOST_OF_A_LINE} characters")
+        yield line
 
 
 def bad_line(where: str, number: int, problem: str) -> WorkloadError:
@@ -126,7 +140,7 @@ def csv_batches(path: Path) -> Iterator[Batch]:
         WorkloadError: the file is empty or no CSV file, or a line has another number of cells than the header.
     """
     with opened(path) as file:
-        reader = csv.reader(file, skipinitialspace=True)
+        reader = csv.reader(_lines(file, path), skipinitialspace=True)
         header: list[str] = []
 
         def rows() -> Iterator[tuple[int, list[str]]]:
@@ -147,7 +161,7 @@ def csv_batches(path: Path) -> Iterator[Batch]:
             if not at:
                 raise WorkloadError(f"{path}: is empty; the first line must name the columns")
             header = [name.strip() for name in header]
-        if twice := [name for name in header if name and header.count(name) > 1]:
+        if twice := [name for name, count in Counter(header).items() if name and count > 1]:
             raise bad_line(str(path), at, f"the header has {twice[0]} twice")
         yield Batch(str(path), [at], {name: [] for name in header})
         while batch := list(islice(lines, _ROWS)):
@@ -169,9 +183,14 @@ def json_batches(path: Path, names: Sequence[str], rows: int = _ROWS) -> Iterato
     """
     with opened(path) as file:
         if path.name.lower().removesuffix(".gz").endswith(".json"):
-            yield _in_one(path, _object(path, 1, file.read()))
+            text = file.read(_MOST_IN_ONE + 1)
+            if len(text) > _MOST_IN_ONE:
+                raise WorkloadError(
+                    f"{path}: has more than {_MOST_IN_ONE} characters; give a line for each request"
+                )
+            yield _in_one(path, _object(path, 1, text))
             return
-        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        lines = ((number, line) for number, line in enumerate(_lines(file, path), 1) if line.strip())
         while batch := [(number, _object(path, number, line)) for number, line in islice(lines, rows)]:
             cells: dict[str, Sequence[Any]] = {
                 name: [_field(row, name) for _, row in batch] for name in names

@@ -20,6 +20,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B58900", "#8
 
 _STYLE = Path(__file__).parent / "data" / "drawing.mplstyle"
 
+# What has room below a figure, and what of it a label's line and gaps take.
+_LEGEND_LETTERS, _KEY_LETTERS = 140, 9
+
 # A file does not know the colour of the page that it stands on: it brings its own.
 _FILE_INK = "#1f2328"
 _FILE_STYLE = "<style>text{font-family:system-ui,sans-serif!important}</style>"
@@ -72,9 +75,19 @@ def _legend(figure: "Figure", panels: "Sequence[Axes]") -> None:
             list(handles.values()),
             list(handles),
             loc="outside lower center",
-            ncols=min(len(handles), 6),
+            ncols=_columns([len(label) for label in handles]),
             fontsize=9,
         )
+
+
+def _columns(letters: Sequence[int]) -> int:
+    """How many labels of so many letters stand beside each other: at most six, and within the figure."""
+    for columns in range(min(len(letters), 6), 1, -1):
+        rows = -(-len(letters) // columns)
+        widest = [max(letters[first : first + rows]) for first in range(0, len(letters), rows)]
+        if sum(widest) + _KEY_LETTERS * columns <= _LEGEND_LETTERS:
+            return columns
+    return 1
 
 
 def _inline(svg: str, name: str) -> str:

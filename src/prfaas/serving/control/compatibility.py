@@ -9,9 +9,9 @@ import msgspec
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.transport.handshake import is_peer_name
-from prfaas.serving.transport.sentences import legible
-from prfaas.serving.transport.wire import read_body
+from prfaas.serving.transport.protocol.handshake import is_peer_name
+from prfaas.serving.transport.protocol.sentences import legible
+from prfaas.serving.transport.protocol.wire import read_body
 
 logger = logging.getLogger(__name__)
 

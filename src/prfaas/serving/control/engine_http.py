@@ -13,7 +13,7 @@ from prfaas.serving.bounded_answer import read_bounded
 from prfaas.serving.certificates import https_options
 from prfaas.serving.control.engine_reading import CACHE_SERIES, SERIES
 from prfaas.serving.own_process import lacks_descriptors
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 _LARGEST_BYTES = 4 << 20
 # vLLM closes idle connections after 5 s: ours must be gone before, or a request meets a closing one.

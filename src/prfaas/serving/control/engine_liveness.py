@@ -9,8 +9,8 @@ from prfaas.core.deployment import Instance
 from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.own_process import lacks_descriptors, on_time_timeout
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.sockets import HandshakeError
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.handshake import HandshakeError
 
 _ANSWER_S = 2.0
 # By the clock on the wall, however late the loop is.

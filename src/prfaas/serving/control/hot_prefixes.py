@@ -15,8 +15,8 @@ from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.pool.copier import PoolCopier
-from prfaas.serving.transport.requests import CopyResult
-from prfaas.serving.transport.ticket import TransferClass
+from prfaas.serving.transport.protocol.requests import CopyResult
+from prfaas.serving.transport.protocol.ticket import TransferClass
 
 logger = logging.getLogger(__name__)
 

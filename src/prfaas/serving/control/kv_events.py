@@ -12,9 +12,9 @@ from prfaas.core.prefix.digests import HeldEvent, decode_events
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.tasks import end_all
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.requests import FollowedEvents, FollowOrder
-from prfaas.serving.transport.wire import read_body
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.requests import FollowedEvents, FollowOrder
+from prfaas.serving.transport.protocol.wire import read_body
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.part import Part
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.pacing import PaceOrder
 
 logger = logging.getLogger(__name__)
 

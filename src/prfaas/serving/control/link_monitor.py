@@ -23,9 +23,9 @@ from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.pacing import ProbeOrder
-from prfaas.serving.transport.wire import MAX_PROBE_BYTES, read_body
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.pacing import ProbeOrder
+from prfaas.serving.transport.protocol.wire import MAX_PROBE_BYTES, read_body
 
 _FAILURES_TO_CLOSE = 3
 _FIRST_PAUSE_S = 10.0

@@ -9,8 +9,8 @@ from prfaas.serving.control.part import Part
 from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 
 class Members(Part):

@@ -11,10 +11,10 @@ from prfaas.core.deployment import AppliedDeployment
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.peer_list import PeerList, peer_list_of
-from prfaas.serving.transport.sentences import legible
-from prfaas.serving.transport.wire import read_body
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.peer_list import PeerList, peer_list_of
+from prfaas.serving.transport.protocol.sentences import legible
+from prfaas.serving.transport.protocol.wire import read_body
 
 logger = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ from prfaas.serving.own_process import LoopClock
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import LoopFailures
-from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.io.observer import Observer
 
 GAUGES_PERIOD_S = 1.0
 

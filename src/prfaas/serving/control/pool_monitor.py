@@ -14,9 +14,9 @@ from prfaas.serving.control.engine_monitor import EngineMeter, period_s
 from prfaas.serving.control.metrics import POOL_BYTES, POOL_LOSSES, TIERS, ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.sentences import legible
-from prfaas.serving.transport.wire import read_body
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.sentences import legible
+from prfaas.serving.transport.protocol.wire import read_body
 
 logger = logging.getLogger(__name__)
 

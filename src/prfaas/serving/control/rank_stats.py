@@ -8,7 +8,7 @@ from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.part import Part
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.io.observer import Observer
 
 logger = logging.getLogger(__name__)
 

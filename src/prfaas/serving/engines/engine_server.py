@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 
 from prfaas.core.deployment import Instance
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 _ANSWER_S = 2.0
 

@@ -2,12 +2,14 @@
 
 import logging
 import os
+import secrets
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import zmq
@@ -23,8 +25,8 @@ from prfaas.core.prefix.events import (
     Subscription,
     decode_batch,
 )
-from prfaas.serving.transport.event_log import EventLog
-from prfaas.serving.transport.requests import FollowOrder, PeerRequest
+from prfaas.serving.transport.protocol.event_log import EventLog
+from prfaas.serving.transport.protocol.requests import FollowOrder, PeerRequest
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +166,7 @@ class EventRelay:
         """`seed`: of the deployment's block hashes."""
         self._name = name
         self._endpoint = endpoint
-        self._log = EventLog(seed)
+        self._log = EventLog(seed, partial(secrets.token_hex, 8))
         self._requests: deque[PeerRequest] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stop = threading.Event()

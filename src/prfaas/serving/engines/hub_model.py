@@ -4,7 +4,6 @@ Files are in the hub library's own cache, which other programs share. The pin is
 the model, to the folder of the commit in that cache; engines, gateway and tools see the files through it.
 """
 
-import json
 import os
 import shutil
 import threading
@@ -15,6 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prfaas.core.bounded_file import MODEL_BYTES, file_json
 from prfaas.core.deployment import ModelSource
 from prfaas.core.units import format_bytes
 from prfaas.serving.engines.fetching import FetchReport, ModelFetchError, folder_bytes
@@ -93,7 +93,7 @@ def _is_whole(folder: Path, weights: bool) -> bool:
     if not weights:
         return True
     try:
-        shards = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
+        shards = set(file_json(folder / _INDEX, MODEL_BYTES)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return any(path.is_file() for pattern in (*_SAFETENSORS, *_PICKLES) for path in folder.glob(pattern))
     return all((folder / str(shard)).is_file() for shard in shards)

@@ -102,4 +102,4 @@ def _end_of(path: Path, begin: int) -> bytes:
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(min(begin, end), end - _TAIL_BYTES))
-        return file.read()
+        return file.read(_TAIL_BYTES)

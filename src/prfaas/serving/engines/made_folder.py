@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from prfaas.core.bounded_file import WRITTEN_BYTES, file_json
+
 _MARKER = "prfaas-made.json"
 
 
@@ -70,7 +72,7 @@ def _replace(target: Path, draft: Path) -> None:
 
 def _is_complete(target: Path, recipe: str) -> bool:
     try:
-        marker = json.loads((target / _MARKER).read_text())
+        marker = file_json(target / _MARKER, WRITTEN_BYTES)
         return marker["recipe"] == recipe and all(
             (target / file).stat().st_size == size for file, size in marker["files"].items()
         )

@@ -26,6 +26,8 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
+from prfaas.core.bounded_file import MODEL_BYTES, file_bytes
+
 _INDEX_SUFFIX = ".index.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", f"*{_INDEX_SUFFIX}")
 _TOKENIZER = (
@@ -135,7 +137,7 @@ def _sampled(file: Path) -> bytes:
         size = os.fstat(descriptor).st_size
         digest.update(size.to_bytes(8, "little"))
         header = _safetensors_header(descriptor, size) if file.suffix == ".safetensors" else None
-        places = _few(list(_tensor_samples(header))) if header is not None else _even_samples(size)
+        places = _places(header, size)
         digest.update(header or b"")
         for start in places:
             digest.update(os.pread(descriptor, _SAMPLE_BYTES, start))
@@ -146,8 +148,8 @@ def _sampled(file: Path) -> bytes:
 
 def _index_digest(file: Path) -> bytes:
     """Of the file that the index names for each tensor, or of all its bytes where it names none."""
-    content = file.read_bytes()
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    content = file_bytes(file, MODEL_BYTES)
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         content = json.dumps(json.loads(content)["weight_map"], sort_keys=True).encode()
     return hashlib.blake2b(content).digest()
 
@@ -166,13 +168,23 @@ def _safetensors_header(descriptor: int, size: int) -> bytes | None:
     return os.pread(descriptor, length, _HEADER_LENGTH_BYTES)
 
 
-def _tensor_samples(header: bytes) -> Iterator[int]:
+def _places(header: bytes | None, size: int) -> Sequence[int]:
+    """Where samples of a file begin; evenly where its header says nothing that can be."""
+    if header is not None:
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return _few(list(_tensor_samples(header, size)))
+    return _even_samples(size)
+
+
+def _tensor_samples(header: bytes, size: int) -> Iterator[int]:
     """Where samples begin: within each tensor, at places that its name and the file's header choose."""
     behind_header = _HEADER_LENGTH_BYTES + len(header)
     tensors = {
         name: entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"
     }
     for name, (start, end) in tensors.items():
+        if not 0 <= start <= end <= size:
+            raise ValueError(f"{name} is not within the file")
         room = max(1, end - start - _SAMPLE_BYTES)
         chosen = hashlib.blake2b(name.encode(), digest_size=8 * _SAMPLES_OF_A_TENSOR).digest()
         for index in range(0, len(chosen), 8):

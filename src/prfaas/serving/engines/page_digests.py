@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prfaas.core.kv.groups import GroupKind, KvGroup, Region, region_bytes, usable_tokens
-from prfaas.serving.transport.staging import StagedRegions
+from prfaas.serving.transport.protocol.staging import StagedRegions
 
 DIGEST_FORMAT = "v2"
 """Names the function above, and the digests' order, in the layout fingerprint."""

@@ -11,8 +11,7 @@ from prfaas.core.extras import how_to_install
 from prfaas.core.kv.layers import FullAttention, LinearState
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.fetching import FetchReport, LoggedFetch
-from prfaas.serving.secret_files import KeyFileError, TlsFileError, make_private_folder
-from prfaas.serving.transport.ticket import create_key, load_key
+from prfaas.serving.secret_files import KeyFileError, TlsFileError, create_key, load_key, make_private_folder
 
 
 def port_problem(host: str, port: int) -> str | None:

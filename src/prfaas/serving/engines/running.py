@@ -23,7 +23,7 @@ from prfaas.serving.engines.preparation import (
 )
 from prfaas.serving.engines.process_group import ProcessGroup
 from prfaas.serving.engines.template import EngineStart, EngineTemplates
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 STAND_INS_PER_PROCESS = 16
 _DEATH_S = 10.0

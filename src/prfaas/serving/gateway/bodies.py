@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from prfaas.serving.transport.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
+from prfaas.serving.transport.protocol.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
 
 _REASONS = {
     404: "unknown-model",
@@ -98,6 +98,8 @@ OWNED_FIELDS = frozenset(
         "nvext",
         "extra_args",
         "data_parallel_rank",
+        # It is of any length and stands in each KV event of a prompt's blocks, for nobody who reads it.
+        "session_id",
     }
 )
 OWNED_PREFIXES = ("bootstrap_", "x_prfaas", "prfaas")

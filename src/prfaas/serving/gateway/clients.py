@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from prfaas.core.bounded_file import WRITTEN_BYTES, file_bytes
 from prfaas.core.yaml_source import FileError, yaml_source
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.prompts.request import Headers
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """What is answered to everybody, such as a load balancer."""
 _LOOK_S = 1.0
-_MOST_BYTES = 4 << 20
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _KeyHash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -63,12 +63,9 @@ class Clients:
         """Use what the file says now. Raises ClientsFileError, and goes on with what it said before."""
         try:
             stamp = self._stamp_now()
-            with self._path.open("rb") as file:
-                raw = file.read(_MOST_BYTES + 1)
+            raw = file_bytes(self._path, WRITTEN_BYTES)
         except OSError as error:
             raise ClientsFileError(f"clients file {self._path} cannot be read: {error.strerror}") from None
-        if len(raw) > _MOST_BYTES:
-            raise ClientsFileError(f"clients file {self._path} is larger than {_MOST_BYTES} bytes")
         try:
             source = yaml_source(self._path, raw.decode())
             said = msgspec.convert(source.values, dict[_Name, Client])

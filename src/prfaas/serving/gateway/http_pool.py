@@ -16,8 +16,8 @@ from typing import cast
 import httptools
 
 from prfaas.serving.own_process import on_time_timeout
-from prfaas.serving.transport.sockets import keep_alive
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.sockets import keep_alive
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 # With so much of an answer waiting to be taken, no more is read from the network.
 _MAX_WAITING_BYTES = 256 << 10

@@ -19,7 +19,7 @@ from prfaas.serving.gateway.prompts.prompt import (
     Prompt,
     answers_of,
     can_resume,
-    check_media_urls,
+    check_media,
     media_parts,
     prompt_of,
     samples_of,
@@ -240,7 +240,7 @@ class RequestParser:
                 param="seed",
             )
         media = tuple(media_parts(endpoint, body))
-        check_media_urls(media, self._running.current.gateway.media_domains)
+        check_media(media, self._running.current.gateway.media_domains)
         prompt = prompt_of(endpoint, body, has_media=bool(media))
         stripped = strip_owned(body)
         if endpoint is Endpoint.RESPONSES:

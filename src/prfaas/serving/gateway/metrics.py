@@ -19,7 +19,7 @@ from prfaas.serving.declared_metrics import (
     counter,
     gauge,
 )
-from prfaas.serving.transport.wire import read_body
+from prfaas.serving.transport.protocol.wire import read_body
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 _TOKEN_SECONDS = (

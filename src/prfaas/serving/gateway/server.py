@@ -52,10 +52,9 @@ from prfaas.serving.ledger_file import Ledger
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.secret_files import load_token
+from prfaas.serving.secret_files import load_key, load_token
 from prfaas.serving.tracing.collector import collector_of
-from prfaas.serving.transport.ticket import load_key
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 if TYPE_CHECKING:
     from prfaas.serving.tracing.otel import OtelTracing

@@ -2,16 +2,23 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.requests import MAX_COPIED_TOKENS, CopyOrder, CopyResult
-from prfaas.serving.transport.ticket import Ticket, TransferAttributes, TransferClass, prompt_digest
-from prfaas.serving.transport.wire import WireError, read_body
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.protocol.requests import MAX_COPIED_TOKENS, CopyOrder, CopyResult
+from prfaas.serving.transport.protocol.ticket import (
+    TRANSFER_ID_BYTES,
+    Ticket,
+    TransferAttributes,
+    TransferClass,
+    prompt_digest,
+)
+from prfaas.serving.transport.protocol.wire import WireError, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +73,7 @@ class PoolCopier:
             return CopyResult(0, 0, f"long: at most {MAX_COPIED_TOKENS} tokens can be copied")
         timeout_s = grace_s + self._moving_s(source, target, kv_bytes)
         ticket = Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=source,
             consumer=target,
             num_tokens=len(token_ids),

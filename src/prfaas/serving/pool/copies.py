@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +16,10 @@ from prfaas.core.pool.prefix_pages import PrefixPage, PrefixPages, batches
 from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.pool.store import PageStore
 from prfaas.serving.tasks import BackgroundTasks
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.region_layout import AskedTransfers
-from prfaas.serving.transport.requests import (
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.received_transfers import ReceivedTransfers
+from prfaas.serving.transport.protocol.region_layout import AskedTransfers
+from prfaas.serving.transport.protocol.requests import (
     MAX_PULLED_PAGES,
     CopyOrder,
     CopyResult,
@@ -25,10 +27,15 @@ from prfaas.serving.transport.requests import (
     PullAnswer,
     PullOrder,
 )
-from prfaas.serving.transport.staging import StagedTransfer
-from prfaas.serving.transport.ticket import Ticket, TicketError, TransferAttributes, prompt_digest
-from prfaas.serving.transport.transfer_table import TransferTable
-from prfaas.serving.transport.wire import TransferPhase, WireError, read_body
+from prfaas.serving.transport.protocol.staging import StagedTransfer
+from prfaas.serving.transport.protocol.ticket import (
+    TRANSFER_ID_BYTES,
+    Ticket,
+    TicketError,
+    TransferAttributes,
+    prompt_digest,
+)
+from prfaas.serving.transport.protocol.wire import TransferPhase, WireError, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +97,7 @@ class PrefixCopies:
         name: str,
         key: bytes,
         store_of: Callable[[], PageStore | None],
-        arrivals: TransferTable,
+        arrivals: ReceivedTransfers,
         asked: AskedTransfers,
         sources: Mapping[str, Observer],
     ) -> None:
@@ -227,6 +234,7 @@ class PrefixCopies:
         """Ask for pages and wait until those that the source has are in staging. Raises CopyFailedError."""
         now_s = time.time()
         ticket = Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=copy.producer,
             consumer=copy.consumer,
             num_tokens=copy.num_tokens,

@@ -2,15 +2,17 @@
 
 import logging
 import os
+import secrets
 import select
 import threading
 from collections import deque
+from functools import partial
 from typing import TypeAlias
 
 from prfaas.core.pool.announced import AnnouncedPages, Medium
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
-from prfaas.serving.transport.event_log import EventLog
-from prfaas.serving.transport.requests import FollowOrder, PeerRequest
+from prfaas.serving.transport.protocol.event_log import EventLog
+from prfaas.serving.transport.protocol.requests import FollowOrder, PeerRequest
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class PoolEventPublisher:
 
     def __init__(self, seed: int) -> None:
         """`seed`: of the deployment's block hashes. `start` begins to answer."""
-        self._log = EventLog(seed)
+        self._log = EventLog(seed, partial(secrets.token_hex, 8))
         self._pages: AnnouncedPages | None = None
         self._requests: deque[PeerRequest] = deque()
         self._changes: deque[_Change | PoolGeometry] = deque()

@@ -12,9 +12,9 @@ from prfaas.serving.pool.page_table import PageState, row_of
 from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.pool.store import PageStore
 from prfaas.serving.tasks import BackgroundTasks
-from prfaas.serving.transport.requests import PeerRequest, PullAnswer, PullOrder
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.ticket import Ticket, TicketError
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.protocol.requests import PeerRequest, PullAnswer, PullOrder
+from prfaas.serving.transport.protocol.ticket import Ticket, TicketError
 
 logger = logging.getLogger(__name__)
 

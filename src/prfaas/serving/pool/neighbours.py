@@ -11,14 +11,14 @@ from prfaas.core.deployment.peers import KvPeer, peers_of, plain_peers_of, sourc
 from prfaas.serving.pool.copies import PrefixCopies
 from prfaas.serving.pool.lending import PageLender
 from prfaas.serving.pool.store import PageStore
-from prfaas.serving.transport.endpoint import KvEndpoint
-from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.region_layout import AskedTransfers
-from prfaas.serving.transport.requests import CopyOrder, FollowOrder, PeerRequest, refuse_request
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.endpoint import KvEndpoint
+from prfaas.serving.transport.io.observer import Observer
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
+from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.region_layout import AskedTransfers
+from prfaas.serving.transport.protocol.requests import CopyOrder, FollowOrder, PeerRequest, refuse_request
 
 # The geometry is compared in each PULL: a pool listens before its first engine has set it.
 _FINGERPRINT = {"prefix_pool": "v1"}

@@ -16,7 +16,7 @@ from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon, PoolError, are
 from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.neighbours import PoolNeighbours
 from prfaas.serving.pool.ssd_tier import SsdOptions, ssd_factory
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.secret_files import load_key
 
 logger = logging.getLogger(__name__)
 

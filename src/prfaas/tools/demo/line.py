@@ -18,6 +18,7 @@ from prfaas.core.kv.model import KvModel
 from prfaas.core.units import BITS_PER_BYTE, MIB, format_bits_per_s
 from prfaas.serving.certificates import https_options, identity_of
 from prfaas.tools.demo.prompts import LONGEST_TOKENS, corpus
+from prfaas.tools.http_client import post_json
 
 USED_SHARE = 0.13
 """Of the paper's line: its prefill instances make 13 of its 100 Gbit/s (arXiv 2604.15039, section 4)."""
@@ -126,9 +127,7 @@ async def _quietly(
     https: Mapping[str, Any] = https_options(instance, identity_of(deployment, TOOLS))
     body = {"model": deployment.model.served_name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
-        async with (
-            asyncio.timeout(_TIMEOUT_S),
-            session.post(f"{instance.url}/v1/completions", json=body, **https) as response,
-        ):
-            return int((await response.json())["usage"]["prompt_tokens"])
+        async with asyncio.timeout(_TIMEOUT_S):
+            answer = await post_json(session, f"{instance.url}/v1/completions", body, https=https)
+            return int(answer["usage"]["prompt_tokens"])
     return None

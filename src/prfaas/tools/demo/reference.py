@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import aiohttp
 
 from prfaas.core.deployment import Cluster, Deployment, Instance
+from prfaas.serving.bounded_answer import read_bounded
 from prfaas.serving.engines.command import EngineCommand, vllm_command
 from prfaas.tools.demo.client import RequestFailedError, answering
 from prfaas.tools.http_client import greedy_body, post_json
@@ -124,7 +125,7 @@ async def _ttfts(session: aiohttp.ClientSession, url: str) -> tuple[float, float
 
     try:
         async with asyncio.timeout(_METRICS_TIMEOUT_S), session.get(f"{url}/metrics") as response:
-            text = await response.text() if response.status == 200 else ""
+            text = (await read_bounded(response)).decode() if response.status == 200 else ""
         families = list(text_string_to_metric_families(text))
     except (aiohttp.ClientError, TimeoutError, ValueError):
         # A figure beside the answers; they don't depend on it.

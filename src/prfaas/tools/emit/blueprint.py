@@ -7,6 +7,7 @@ from typing import Literal
 
 import yaml
 
+from prfaas.core.bounded_file import WRITTEN_BYTES, file_text
 from prfaas.core.deployment import (
     CERTIFICATE_NAMES,
     GATEWAY,
@@ -216,11 +217,11 @@ def read_blueprint(path: Path) -> Blueprint:
     """
     deployment = load_deployment(path, state_dir=Path(STATE_DIR))
     containers = load_containers(path)
-    text = _with_hub_revision(deployment, path.read_text(encoding="utf-8"))
+    text = _with_hub_revision(deployment, file_text(path, WRITTEN_BYTES))
     documents = {PurePosixPath(CONFIG_FILE).name: text}
     for companion in containers.companions:
         try:
-            documents[str(companion)] = (path.parent / companion).read_text(encoding="utf-8")
+            documents[str(companion)] = file_text(path.parent / companion, WRITTEN_BYTES)
         except OSError as error:
             raise DeploymentError(path, None, "", f"{companion} can't be read ({error.strerror})") from error
     return Blueprint(deployment, containers, documents)

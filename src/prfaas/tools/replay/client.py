@@ -12,6 +12,7 @@ from prfaas.core.route_header import ROUTE_HEADER, split_route
 from prfaas.core.sse import SseParser
 from prfaas.core.workload.requests import TracedRequest
 from prfaas.core.workload.traffic import prompt_ids
+from prfaas.serving.bounded_answer import read_bounded
 from prfaas.tools.http_client import AnswerError, base_url, json_object, served_models
 
 
@@ -233,7 +234,7 @@ async def send(
                 async for data in response.content.iter_any():
                     answer.feed(data, clock())
             else:
-                answer.whole(await response.read())
+                answer.whole(await read_bounded(response))
             answer.check(max(request.output_tokens, 1) if options.ignore_eos else None)
     except BadAnswerError as reason:
         error = str(reason)

@@ -1,6 +1,7 @@
 """Engines whose KV is divided among ranks, in memory: what a model computed, and where each rank keeps its heads."""
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,14 +30,14 @@ from prfaas.serving.engines.vllm.stages import LayerStage, regions_of
 from prfaas.serving.engines.vllm.state_layout import state_parts
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.region_layout import PeerLayouts
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sibling_staging import SiblingStaging
-from prfaas.serving.transport.staging import StagingArena, shared_memory
-from prfaas.serving.transport.ticket import Ticket, TransferAttributes
+from prfaas.serving.transport.io.peer_layouts import PeerLayouts
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.sibling_staging import SiblingStaging
+from prfaas.serving.transport.io.staging_memory import StagingArena, shared_memory
+from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, TransferAttributes
 
 KEY = b"k" * 32
 WIDTH, WINDOW_TOKENS, NUM_BLOCKS, MOST_TOKENS = 12, 20, 40, 130
@@ -318,6 +319,7 @@ class RankedPair:
             checkpoints: by rank, after which chunks it sends one; each comes before the next chunk.
         """
         ticket = Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="east",
             consumer="home",
             num_tokens=num_tokens,

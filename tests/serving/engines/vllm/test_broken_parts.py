@@ -16,11 +16,11 @@ from tests.serving.engines.vllm.ranked_world import (
 from prfaas.core.kv.groups import checkpoint_step_tokens
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.engines.vllm.metadata import SendOrder
-from prfaas.serving.transport import region_layout
-from prfaas.serving.transport.outgoing import SendPhase
-from prfaas.serving.transport.resume_points import ResumePoints
-from prfaas.serving.transport.ticket import Ticket, part_id
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.protocol import region_layout
+from prfaas.serving.transport.protocol.outgoing import SendPhase
+from prfaas.serving.transport.protocol.resume_points import ResumePoints
+from prfaas.serving.transport.protocol.ticket import Ticket, part_id
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 TOKENS = 100
 MODEL = Model()
@@ -43,7 +43,7 @@ def has_come(pair: RankedPair, ticket: Ticket, tokens: Mapping[int, int]) -> Non
 
 
 def usable(receiver: object, transfer_id: bytes) -> int:
-    table = receiver.transfers  # type: ignore[attr-defined]
+    table = receiver.transfers.table  # type: ignore[attr-defined]
     transfer = table._transfers.get(transfer_id)
     if transfer is None:
         return 0
@@ -56,8 +56,8 @@ def arrived(pair: RankedPair, ticket: Ticket, tokens: int) -> None:
     """Wait until all that was sent of full attention up to so many tokens has come, of every part."""
     for memory, receiver in zip(pair.home, pair.receivers, strict=True):
         for part in range(len(paired_ranks(memory.rank, len(pair.home), len(pair.east)))):
-            transfer = receiver.transfers._transfers[part_id(ticket.transfer_id, part)]
-            layout = receiver.transfers._open_check.layout
+            transfer = receiver.transfers.table._transfers[part_id(ticket.transfer_id, part)]
+            layout = receiver.transfers.table._open_check.layout
             step = tokens - tokens % checkpoint_step_tokens(memory.groups)
             until(
                 lambda its=transfer, by=layout, end=step: (
@@ -241,7 +241,7 @@ def test_a_part_that_is_complete_has_checkpoints_for_one_that_broke(whole: int, 
         ticket = pair.prefill(TOKENS, 0, [], ends, truth=truth, checkpoints={0: [32, 64], 1: [32, 64]})
         until(lambda: pair.receivers[0].stats()["checkpoints"] == 4)
         parts = [part_id(ticket.transfer_id, part) for part in (0, 1)]
-        transfers = pair.receivers[0].transfers._transfers
+        transfers = pair.receivers[0].transfers.table._transfers
         until(lambda: transfers[parts[whole]].phase is TransferPhase.COMPLETE)
         until(lambda: usable_with(pair, parts[broken]) == 64)
         killed(pair)
@@ -257,14 +257,14 @@ def test_where_a_complete_part_has_lost_its_checkpoint_the_load_fails_at_once() 
         ends = {0: [16, 64, TOKENS], 1: [16, 64, 80]}
         ticket = pair.prefill(TOKENS, 0, [], ends, truth=truth, checkpoints={0: [64], 1: [64]})
         until(lambda: pair.receivers[0].stats()["checkpoints"] == 2)
-        table = pair.receivers[0].transfers
+        table = pair.receivers[0].transfers.table
         whole = table._transfers[part_id(ticket.transfer_id, 0)]
         until(lambda: whole.phase is TransferPhase.COMPLETE)
         until(lambda: usable_with(pair, part_id(ticket.transfer_id, 1)) == 64)
         killed(pair)
         assert pair.load(ticket, 0) == [({"d"}, {"d"})]
         assert pair.consuming[0].take_usable()["d"].tokens == 64
-        with table._lock:
+        with pair.receivers[0].transfers:
             assert table._checkpoints.make_room(whole)
         assert whole.status().resume_points == ResumePoints()
         assert pair.load(ticket, 0, 64) == [({"d"}, {"d"})]
@@ -274,7 +274,7 @@ def test_where_a_complete_part_has_lost_its_checkpoint_the_load_fails_at_once() 
 
 def usable_with(pair: RankedPair, transfer_id: bytes) -> int:
     """From where the first rank could go on with a transfer and its checkpoints, were it to break now."""
-    table = pair.receivers[0].transfers
+    table = pair.receivers[0].transfers.table
     transfer = table._transfers[transfer_id]
     layout = table._open_check.layout
     return region_layout.usable_tokens(layout, transfer.ticket, transfer.covered_end, transfer.checkpoints)

@@ -19,10 +19,10 @@ from tests.serving.engines.vllm.test_producer_consumer import (
 )
 
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, TransferMetadata
-from prfaas.serving.transport import region_layout
-from prfaas.serving.transport.resume_points import ResumePoints
-from prfaas.serving.transport.ticket import Ticket
-from prfaas.serving.transport.wire import TransferStatus
+from prfaas.serving.transport.protocol import region_layout
+from prfaas.serving.transport.protocol.resume_points import ResumePoints
+from prfaas.serving.transport.protocol.ticket import Ticket
+from prfaas.serving.transport.protocol.wire import TransferStatus
 
 TOKENS = 320
 CHUNK_ENDS = [40, 80, 160, 240, 304, TOKENS]
@@ -53,10 +53,10 @@ def arrived(ends: Ends, ticket: Ticket, usable_tokens: int) -> None:
     while time.monotonic() < deadline_s:
         arrival = ends.receiver.transfers.lend(ticket.transfer_id, lambda: None)
         if arrival is not None:
-            covered = ends.receiver.transfers._transfers[ticket.transfer_id].covered_end
+            covered = ends.receiver.transfers.table._transfers[ticket.transfer_id].covered_end
             arrival.give_back()
             if (
-                region_layout.usable_tokens(ends.receiver.transfers._open_check.layout, ticket, covered)
+                region_layout.usable_tokens(ends.receiver.transfers.table._open_check.layout, ticket, covered)
                 >= usable_tokens
             ):
                 return
@@ -102,7 +102,7 @@ def test_what_has_come_is_loaded_and_the_rest_is_not_touched(dense: Ends, steps:
     assert dense.consuming.stats.data["loads_resumed"] == 1
     # It is there once; an observer that asks later still learns what it was.
     assert failed(dense, ticket).usable_tokens == 0
-    told = dense.receiver.transfers._status(ticket.transfer_id)
+    told = dense.receiver.transfers.table._status(ticket.transfer_id)
     assert told is not None and (told.taken, told.usable_tokens) == (True, end_tokens)
     dense.order(part(ticket, 32, end_tokens))
     assert dense.results() == ({"d"}, {"d"})
@@ -115,7 +115,7 @@ def test_a_page_that_is_another_one_by_then_is_seen(dense: Ends) -> None:
         dense.step(orders)
     arrived(dense, ticket, 160)
     dense.receiver.transfers.drop(ticket.transfer_id, "its prefill engine is dead", keep=True)
-    staged = dense.receiver.transfers._partials._kept[ticket.transfer_id][0]
+    staged = dense.receiver.transfers.table._partials._kept[ticket.transfer_id][0]
     assert staged.lease is not None
     staged.lease.views(5 * 4096, 4096)[0][9] ^= 1
     dense.order(part(ticket, 0, 160))

@@ -1,5 +1,6 @@
 """vLLM's own scheduler, and a load whose transfer broke: it asks again, and goes on from what has come."""
 
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,13 @@ import pytest
 from prfaas.serving.engines.tiny.checkpoint import tiny_model
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.engines.vllm.template import import_model
-from prfaas.serving.transport.resume_points import ResumePoints
-from prfaas.serving.transport.ticket import TICKET_PARAMETER, Ticket, prompt_digest
+from prfaas.serving.transport.protocol.resume_points import ResumePoints
+from prfaas.serving.transport.protocol.ticket import (
+    TICKET_PARAMETER,
+    TRANSFER_ID_BYTES,
+    Ticket,
+    prompt_digest,
+)
 
 KEY = bytes.fromhex("ab" * 32)
 BLOCK, CHUNK, TOKENS = 16, 512, 1000
@@ -135,6 +141,7 @@ def steps(tmp_path: Path) -> Iterator[Steps]:
 def test_the_rest_is_computed_and_nothing_twice(steps: Steps, usable_tokens: int) -> None:
     tokens = [(31 * index) % 30000 + 10 for index in range(TOKENS + 1)]
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=TOKENS,

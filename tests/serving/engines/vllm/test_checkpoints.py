@@ -26,10 +26,10 @@ from tests.serving.engines.vllm.test_producer_consumer import (
 from prfaas.core.kv.groups import region_bytes
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, TransferMetadata
 from prfaas.serving.engines.vllm.pages import PagedSource
-from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
-from prfaas.serving.transport.resume_points import ResumePoints
-from prfaas.serving.transport.ticket import Ticket, checkpoint_id
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.protocol.resume_points import ResumePoints
+from prfaas.serving.transport.protocol.ticket import Ticket, checkpoint_id
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 __all__ = ["ends"]
 
@@ -98,8 +98,7 @@ def await_ready(ends: Ends) -> None:
 
 def usable_tokens(ends: Ends, ticket: Ticket) -> int:
     """What would be kept, were the transfer to break now."""
-    table = ends.receiver.transfers
-    with table._lock:
+    with ends.receiver.transfers as table:
         transfer = table._transfers.get(ticket.transfer_id)
         if transfer is None or transfer.lease is None:
             return 0
@@ -204,7 +203,7 @@ def test_a_checkpoint_before_its_full_attention_does_not_count(ends: Ends) -> No
     ends.producing.save_layer(orders.sends, "a0")
     ends.producing._put_checkpoints(orders.sends[0])
     await_true(lambda: checkpoints(ends) == 2, "the second checkpoint has come")
-    transfer = ends.receiver.transfers._transfers[prefill.ticket.transfer_id]
+    transfer = ends.receiver.transfers.table._transfers[prefill.ticket.transfer_id]
     assert set(transfer.checkpoints) == {80, 160}
     before = copy_of(ends.home)
     assert broken(ends, prefill.ticket) == 80
@@ -218,7 +217,7 @@ def test_a_checkpoint_before_its_full_attention_does_not_count(ends: Ends) -> No
 def test_the_last_two_are_kept_while_the_prefill_goes_on(ends: Ends) -> None:
     prefill = engine(ends)
     prefill.run(3)
-    transfer = ends.receiver.transfers._transfers[prefill.ticket.transfer_id]
+    transfer = ends.receiver.transfers.table._transfers[prefill.ticket.transfer_id]
     steps = steps_of(prefill.ticket, (*AT, 304))
     for count, number in ((3, 3), (4, 4)):
         await_usable(ends, prefill.ticket, CHUNK_ENDS[number - 1])
@@ -235,7 +234,7 @@ def test_a_complete_transfer_keeps_them_until_it_is_taken(ends: Ends) -> None:
     before = copy_of(ends.home)
     prefill.run(len(CHUNK_ENDS))
     ends.complete(prefill.ticket)
-    transfer = ends.receiver.transfers._transfers[prefill.ticket.transfer_id]
+    transfer = ends.receiver.transfers.table._transfers[prefill.ticket.transfer_id]
     # Another part of the KV may still break.
     assert transfer.phase is TransferPhase.COMPLETE and set(transfer.checkpoints) == {160, 240}
     assert transfer.status().resume_points == ResumePoints(240, (160, 240))
@@ -262,7 +261,7 @@ def test_a_complete_transfer_keeps_two_where_the_last_came_before_its_full_atten
     await_ready(ends)
     ends.producing._put_checkpoints(at_240.sends[0])
     await_checkpoints(ends, 3)
-    transfer = ends.receiver.transfers._transfers[prefill.ticket.transfer_id]
+    transfer = ends.receiver.transfers.table._transfers[prefill.ticket.transfer_id]
     assert set(transfer.checkpoints) == {80, 160, 240}
     for step in (
         TransferMetadata(sends=[replace(at_240.sends[0], checkpoint_tokens=0, checkpoint=())]),
@@ -292,7 +291,7 @@ def test_a_page_of_a_checkpoint_that_is_another_one_is_seen(ends: Ends, region: 
     prefill.run(3)
     await_usable(ends, prefill.ticket, 160)
     broken(ends, prefill.ticket)
-    checkpoint = ends.receiver.transfers._partials._kept[prefill.ticket.transfer_id][0].checkpoints[160]
+    checkpoint = ends.receiver.transfers.table._partials._kept[prefill.ticket.transfer_id][0].checkpoints[160]
     assert checkpoint.lease is not None
     checkpoint.lease.views(checkpoint.region_starts[region], 8)[0][3] ^= 1
     ends.order(part(prefill.ticket, 0, 160))
@@ -354,7 +353,7 @@ def test_whoever_needs_the_staging_has_it(ends: Ends) -> None:
     """Staging of 4 MiB, given out by 64 KiB; the pages of 320 tokens take three of these, a checkpoint one."""
     prefill = engine(ends)
     prefill.run(3, at=(160,))
-    transfer = ends.receiver.transfers._transfers[prefill.ticket.transfer_id]
+    transfer = ends.receiver.transfers.table._transfers[prefill.ticket.transfer_id]
     others = [new_ticket(TOKENS) for _ in range(21)]
     free = ends.arena.total_blocks - ends.arena.used_blocks
     assert (free, ends.arena.blocks_for(transfer.lease_bytes)) == (60, 3)

@@ -1,5 +1,6 @@
 """The scheduler side, driven as vLLM 0.32 drives it (the order of calls is in the connector notes)."""
 
+import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,8 +15,13 @@ from prfaas.core.link.checkpoints import is_checkpoint_due
 from prfaas.core.prefix.hashing import MediaItem
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
-from prfaas.serving.transport.resume_points import ResumePoints
-from prfaas.serving.transport.ticket import Ticket, TransferAttributes, prompt_digest
+from prfaas.serving.transport.protocol.resume_points import ResumePoints
+from prfaas.serving.transport.protocol.ticket import (
+    TRANSFER_ID_BYTES,
+    Ticket,
+    TransferAttributes,
+    prompt_digest,
+)
 
 KEY = b"k" * 32
 FULL = KvGroup(1, GroupKind.FULL, 16, 0)
@@ -64,6 +70,7 @@ class Blocks:
 def ticket_for(prompt: list[int], skip: int = 0, every_tokens: int = 0, **names: str) -> str:
     ends = {"producer": "east", "consumer": "home", **names}
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         num_tokens=len(prompt),
         skip_tokens=skip,
         prompt_digest=prompt_digest(prompt),
@@ -390,6 +397,7 @@ def test_kv_of_another_tenant_or_adapter_is_refused(salt: str, adapter: str) -> 
     prompt = list(range(50))
     digest = prompt_digest(prompt, "a", "b")
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=50,
@@ -431,6 +439,7 @@ def test_kv_of_other_media_is_refused(shown: list[Any], is_taken: bool) -> None:
     prompt = list(range(51))
     media = [MediaItem("cat", 5, 10), MediaItem("dog", 20, 10)]
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=50,
@@ -467,7 +476,13 @@ def test_all_but_the_last_token_of_a_prompt_with_media_leaves(cached: int) -> No
     media = [MediaItem("cat", 5, 10)]
     fields: dict[str, Any] = {"producer": "east", "consumer": "home", "skip_tokens": 0, "lifetime_s": 60}
     digest = prompt_digest(prompt[:48], media=media)
-    ticket = Ticket.issue(**fields, num_tokens=48, prompt_digest=digest, now_s=1000.0)
+    ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
+        **fields,
+        num_tokens=48,
+        prompt_digest=digest,
+        now_s=1000.0,
+    )
     producer = ConnectorScheduler("east", KEY, [FULL], now_s=lambda: 1000.0)
     request = Request("r", prompt, {"prfaas": ticket.seal(KEY)}, mm_features=[image("cat", 5)])
     producer.on_new_request(request)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import secrets
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -54,9 +55,9 @@ from prfaas.serving.engines.vllm.stages import regions_of
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.protocol import PoolMatch
-from prfaas.serving.transport.fingerprint import fingerprint_difference
-from prfaas.serving.transport.resume_points import ResumePoints
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.protocol.fingerprint import fingerprint_difference
+from prfaas.serving.transport.protocol.resume_points import ResumePoints
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket
 
 
 class Half:
@@ -99,6 +100,7 @@ def worker_of(transfers: Half, pool: PoolHalf | None) -> ConnectorWorker:
 
 def load_orders(transfer: Sequence[str] = (), pool: Sequence[str] = ()) -> TransferMetadata:
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=9,

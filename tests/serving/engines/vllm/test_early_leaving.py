@@ -1,5 +1,6 @@
 """Each layer leaves when it is computed, states and windows with the last chunk: not before, not later."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,8 +19,8 @@ from prfaas.serving.engines.vllm.pages import HostPages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
-from prfaas.serving.transport.chunk_source import ChunkSource
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.protocol.chunk_source import ChunkSource
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket
 
 KINDS = (GroupKind.FULL, GroupKind.STATE, GroupKind.WINDOW)
 BLOCK_TOKENS = 16
@@ -154,6 +155,7 @@ class Model:
 
 def ticket_of(num_tokens: int) -> Ticket:
     return Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=num_tokens,

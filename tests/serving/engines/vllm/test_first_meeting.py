@@ -21,8 +21,8 @@ from tests.serving.engines.vllm.test_unlike_pages import (
 from prfaas.serving.engines.vllm import producer
 from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
 from prfaas.serving.engines.vllm.producer import PostponedSends
-from prfaas.serving.transport.outgoing import SendPhase
-from prfaas.serving.transport.region_layout import PeerLayouts
+from prfaas.serving.transport.io.peer_layouts import PeerLayouts
+from prfaas.serving.transport.protocol.outgoing import SendPhase
 
 
 @pytest.fixture

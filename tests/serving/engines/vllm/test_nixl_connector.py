@@ -18,9 +18,9 @@ from prfaas.core.deployment import TransferLimits
 from prfaas.serving.engines.vllm.metadata import NixlRead
 from prfaas.serving.engines.vllm.nixl_connector import PrfaasNixlConnector, TicketedNixlConnector
 from prfaas.serving.engines.vllm.stats import ConnectorStats
-from prfaas.serving.transport.handover import Handover, by_nixl, is_by_nixl, ticket_of
-from prfaas.serving.transport.ticket import Ticket, prompt_digest
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.protocol.handover import Handover, by_nixl, is_by_nixl, ticket_of
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 LEASE_S = 40.0
 KEY = secrets.token_bytes(32)
@@ -123,9 +123,13 @@ def joined() -> Any:
 def ticket(**changed: Any) -> str:
     fields = {"producer": "home", "consumer": "other", "num_tokens": len(PROMPT), "skip_tokens": 0}
     digest = prompt_digest(PROMPT)
-    return Ticket.issue(**(fields | changed), prompt_digest=digest, lifetime_s=60, now_s=time.time()).seal(
-        KEY
-    )
+    return Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
+        **(fields | changed),
+        prompt_digest=digest,
+        lifetime_s=60,
+        now_s=time.time(),
+    ).seal(KEY)
 
 
 def to_read(left_s: float = 60.0) -> str:

@@ -1,5 +1,6 @@
 """What a request loads from the pool: beside its own hit, beside a transfer, in place of its own hit."""
 
+import secrets
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.metadata import PoolLoadTime, StepReports, TransferMetadata
 from prfaas.serving.engines.vllm.pool_scheduler import PIN_S, PoolScheduler
 from prfaas.serving.pool.protocol import PageRef
-from prfaas.serving.transport.ticket import Ticket, prompt_digest
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 
 KEY = b"k" * 32
 FULL = KvGroup(0, GroupKind.FULL, 16, 0)
@@ -83,6 +84,7 @@ PROMPT = list(range(200))
 
 def ticket_for(num_tokens: int, skip: int) -> dict[str, Any]:
     ticket = Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         num_tokens=num_tokens,
         skip_tokens=skip,
         prompt_digest=prompt_digest(PROMPT[:num_tokens]),

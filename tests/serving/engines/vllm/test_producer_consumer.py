@@ -1,5 +1,6 @@
 """KV producer and consumer over the real transport, with numpy memory in place of an engine's KV."""
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +20,13 @@ from prfaas.serving.engines.vllm.pages import HostPages, LayerPages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket, TransferAttributes
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, TransferAttributes
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 KEY = b"k" * 32
 FULL = EngineGroup(0, GroupKind.FULL, 16, 0, ("a0", "a1"))
@@ -161,6 +162,7 @@ def make_ends(
 
 def new_ticket(num_tokens: int, skip: int = 0, uses: int = 1, every_tokens: int = 0) -> Ticket:
     return Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=num_tokens,

@@ -1,5 +1,6 @@
 """Producer and consumer whose engines keep the same KV in other blocks and another order, over the real transport."""
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,15 +20,16 @@ from prfaas.serving.engines.vllm.pages import HostPages, PagedSource, raw_pages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
-from prfaas.serving.transport import region_layout
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.region_layout import PeerLayouts
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.ticket import Ticket
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus
+from prfaas.serving.transport.io.peer_layouts import PeerLayouts
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.protocol import region_layout
+from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.protocol.peer_list import PeerList
+from prfaas.serving.transport.protocol.staging import StagedTransfer
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket
+from prfaas.serving.transport.protocol.wire import TransferPhase, TransferStatus
 
 KEY = b"k" * 32
 HEADS, WIDTH, WINDOW_TOKENS, STATE_BYTES = 2, 40, 20, 1000
@@ -150,6 +152,7 @@ class Pair:
     @staticmethod
     def ticket(num_tokens: int, skip: int) -> Ticket:
         return Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="east",
             consumer="home",
             num_tokens=num_tokens,
@@ -434,10 +437,10 @@ def test_of_a_broken_transfer_whole_blocks_of_the_decode_engine_are_loaded(
         usable_tokens = left_tokens // theirs.full_tokens * theirs.full_tokens
 
         def has_come() -> bool:
-            transfer = pair.receiver.transfers._transfers.get(ticket.transfer_id)
+            transfer = pair.receiver.transfers.table._transfers.get(ticket.transfer_id)
             if transfer is None or transfer.lease is None:
                 return False
-            layouts = pair.receiver.transfers._open_check.layout
+            layouts = pair.receiver.transfers.table._open_check.layout
             return usable_tokens == region_layout.usable_tokens(layouts, ticket, transfer.covered_end)
 
         pair.until(has_come)

@@ -21,8 +21,8 @@ from tests.serving.engines.vllm.ranked_world import (
 from prfaas.core.kv.groups import region_bytes
 from prfaas.serving.engines.page_digests import page_sums
 from prfaas.serving.engines.vllm.wire_layout import WireRegion, wire_layouts
-from prfaas.serving.transport.sibling_staging import SiblingStaging
-from prfaas.serving.transport.ticket import part_id
+from prfaas.serving.transport.io.sibling_staging import SiblingStaging
+from prfaas.serving.transport.protocol.ticket import part_id
 
 SIZES = [(1, 1), (2, 2), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4), (8, 2), (1, 8)]
 HEADS = [1, 2, 4, 8]

@@ -68,3 +68,12 @@ def test_a_checkpoint_without_a_usable_template_has_none(tmp_path: Path) -> None
     )
     template = ChatTemplate.of_model(tmp_path)
     assert template is not None and template.render([("user", "y")]) == "x"
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[1]", "{", '{"chat_template": [1]}', '{"chat_template": "{% x"}']
+)
+def test_a_template_that_can_t_be_used_is_none(tmp_path: Path, text: str) -> None:
+    """Engines render conversations then."""
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    assert ChatTemplate.of_model(tmp_path) is None

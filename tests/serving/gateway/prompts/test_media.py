@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from prfaas.serving.gateway.bodies import ApiError
-from prfaas.serving.gateway.prompts.prompt import Endpoint, check_media_urls, media_parts
+from prfaas.serving.gateway.prompts.prompt import Endpoint, check_media, media_parts
 
 from ..fixed_plane import BLOCK_TOKENS
 from ..stand_in import answer_text
@@ -73,7 +73,7 @@ def test_a_hybrid_models_media_stay_whole(in_world: InWorld, stream: bool) -> No
     [
         {"type": "image_url", "image_url": {"url": "http://internal/x.png"}},
         {"type": "image_url", "image_url": "HTTPS://internal"},
-        {"type": "text", "text": "x", "uuid": "u", "image_url": {"url": " http://internal"}},
+        {"type": "text", "text": "x", "image_url": {"url": " http://internal"}},
         {"image_url": "http://allowed.example@internal/"},
         {"type": "video_url", "video_url": {"url": "file:///etc/passwd"}},
         {"type": "audio_url", "audio_url": {"url": "http:\\\\internal"}},
@@ -90,18 +90,34 @@ def test_nothing_is_fetched_from_elsewhere(endpoint: Endpoint, field: str, part:
     body = {field: [{"role": "user", "content": [{"type": "text", "text": "http://x"}, part]}]}
     for domains in ((), ("allowed.example",)):
         with pytest.raises(ApiError, match="data: URLs") as refused:
-            check_media_urls(list(media_parts(endpoint, body)), domains)
+            check_media(list(media_parts(endpoint, body)), domains)
         assert refused.value.status == 400
     assert list(media_parts(endpoint, body))
 
 
 def test_media_from_allowed_domains_and_of_the_client_itself() -> None:
     for url in (CAT, "https://Allowed.example/x.png?y=http://z", "http://allowed.example:8080/x"):
-        check_media_urls(list(media_parts(Endpoint.CHAT, chat(url))), ("allowed.example",))
+        check_media(list(media_parts(Endpoint.CHAT, chat(url))), ("allowed.example",))
     text = {"messages": [{"role": "user", "content": [{"type": "text", "text": "see http://internal"}]}]}
     tool = {"type": "tool_use", "input": {"url": "http://internal"}}
     for body in (text, {"messages": [{"role": "assistant", "content": [tool]}]}, {"messages": 5}):
         assert not list(media_parts(Endpoint.CHAT, body))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": None, "uuid": "logo"},
+        {"type": "image_url", "image_url": {"url": CAT}, "uuid": "logo"},
+        {"type": "text", "text": "x", "image_url": CAT, "uuid": ""},
+    ],
+)
+def test_nobody_names_what_others_have_sent(part: dict[str, Any]) -> None:
+    """vLLM keeps media by `uuid`, whoever sent them: another tenant's image would be read, or put in place of one."""
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    with pytest.raises(ApiError, match="leave `uuid` out") as refused:
+        check_media(list(media_parts(Endpoint.CHAT, body)), ("allowed.example",))
+    assert (refused.value.status, refused.value.param) == (400, "uuid")
 
 
 def test_a_url_is_refused_in_the_form_of_the_api(in_world: InWorld) -> None:

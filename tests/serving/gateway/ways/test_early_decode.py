@@ -1,6 +1,7 @@
 """Decode requests that are sent before their KV is complete: the answer is right whatever becomes of the KV."""
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,9 +13,9 @@ import pytest
 from prfaas.core.deployment import FirstTokenSource
 from prfaas.serving.gateway.ways.kv_transfer import KvTransfers, TransferFailedError
 from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
-from prfaas.serving.transport.observer import OnSoon
-from prfaas.serving.transport.ticket import Ticket, part_id
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus
+from prfaas.serving.transport.io.observer import OnSoon
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, part_id
+from prfaas.serving.transport.protocol.wire import TransferPhase, TransferStatus
 
 from ..stand_in import CACHED_TOKENS, answer_text
 from ..world import GATEWAY, World
@@ -213,6 +214,7 @@ class Rank:
 
 def a_ticket() -> Ticket:
     return Ticket.issue(
+        transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=10,

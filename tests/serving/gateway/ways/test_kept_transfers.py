@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from prfaas.serving.gateway.ways.kv_transfer import KvTransfers
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.protocol.ticket import Ticket
 
 from ..stand_in import answer_text
 from ..world import GATEWAY, World
@@ -29,7 +29,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def _came(world: World) -> bool:
     """Whether the three quarters that leave at once have come."""
-    table = world.decode.receiver.transfers
+    table = world.decode.receiver.transfers.table
     return any(transfer.received_bytes >= 4 * CAME for transfer in table._transfers.values())
 
 

@@ -1,6 +1,7 @@
 """What each kind of ready request tells engines and clients, and what of it is freed when nobody loads it."""
 
 import asyncio
+import secrets
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
@@ -29,11 +30,12 @@ from prfaas.serving.gateway.ways.ready_requests import (
     MovingRequest,
     ReadyRequest,
 )
-from prfaas.serving.transport.ticket import Ticket, prompt_digest
+from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 
 IDS = range(1000)
 PROMPT = TokenizedPrompt(IDS, PromptChains(1000, {}), takes_ids=False)
 TICKET = Ticket.issue(
+    transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
     producer="far",
     consumer="near",
     num_tokens=999,

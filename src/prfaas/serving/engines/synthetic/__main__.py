@@ -13,8 +13,7 @@ from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.preparation import ensure_certificates, ensure_key, ensure_model
 from prfaas.serving.engines.synthetic.node import run_nodes
 from prfaas.serving.logs import LogSettings, set_up_logging
-from prfaas.serving.secret_files import KeyFileError, TlsFileError
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.secret_files import KeyFileError, TlsFileError, load_key
 
 # Many threads move bytes beside the event loop: at Python's 5 ms each of them could hold it up for long.
 _SWITCH_S = 0.001

@@ -14,7 +14,7 @@ import orjson
 
 from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, Work
 from prfaas.serving.engines.synthetic.text import Text
-from prfaas.serving.transport.ticket import (
+from prfaas.serving.transport.protocol.ticket import (
     CACHED_TOKENS_PARAMETER,
     PREFIX_TICKET_PARAMETER,
     REMOTE_PREFILL_PARAMETER,

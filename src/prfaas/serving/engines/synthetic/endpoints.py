@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -24,16 +26,17 @@ from prfaas.serving.engines.synthetic.content import (
 )
 from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout, SyntheticRegion
 from prfaas.serving.engines.transfer_counters import COUNTERS
-from prfaas.serving.transport.endpoint import KvEndpoint
-from prfaas.serving.transport.event_log import EventLog
-from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
-from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
-from prfaas.serving.transport.peer_list import peer_list_of, ranked
-from prfaas.serving.transport.requests import FollowOrder, PeerRequest, refuse_request
-from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.ticket import Ticket
-from prfaas.serving.transport.tls_identity import TlsIdentity
-from prfaas.serving.transport.wire import TransferPhase, load_obstacle
+from prfaas.serving.transport.io.endpoint import KvEndpoint
+from prfaas.serving.transport.io.staging_memory import StagingArena
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
+from prfaas.serving.transport.protocol.event_log import EventLog
+from prfaas.serving.transport.protocol.options import ReceiverOptions, SenderOptions
+from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.protocol.peer_list import peer_list_of, ranked
+from prfaas.serving.transport.protocol.requests import FollowOrder, PeerRequest, refuse_request
+from prfaas.serving.transport.protocol.staging import StagedTransfer
+from prfaas.serving.transport.protocol.ticket import Ticket
+from prfaas.serving.transport.protocol.wire import TransferPhase, load_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +143,7 @@ class Endpoints:
         self._digest_plan = layout.digest_plan(digested=limits.page_digests)
         staging_bytes = deployment.engine.staging_bytes * instance.tensor_parallel
         self.arena = StagingArena(staging_bytes, deployment.engine.transfer_block_bytes)
-        self.events = EventLog(seed_of(key))
+        self.events = EventLog(seed_of(key), partial(secrets.token_hex, 8))
         """What the cache holds, for those that follow it."""
         self._loop = asyncio.get_running_loop()
         endpoint = KvEndpoint.of(

@@ -12,7 +12,7 @@ from prfaas.serving.engines.synthetic.cache import Context, Lease, PrefixCache
 from prfaas.serving.engines.synthetic.content import TokenChain
 from prfaas.serving.engines.synthetic.endpoints import Endpoints, PrefillSend
 from prfaas.serving.engines.synthetic.pace import DecodeClock, Pace
-from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
+from prfaas.serving.transport.protocol.ticket import Ticket, TicketError, prompt_digest
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from prfaas.serving.engines.synthetic.conversation_bodies import (
 from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, SyntheticEngine, Work
 from prfaas.serving.engines.synthetic.text import Text
 from prfaas.serving.engines.transfer_counters import COUNTERS
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
 # Steps faster than this share an event of a stream.
 _STREAM_S = 0.02

@@ -10,6 +10,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from prfaas.core.bounded_file import MODEL_BYTES, file_json, file_text
 from prfaas.serving.engines import EngineError
 
 _ANSWER_TOKENS = 4096
@@ -20,7 +21,7 @@ class Text:
     """Tokenizer and template of one checkpoint directory; shared by all engines of a process."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises EngineError when the directory has no `tokenizer.json`."""
+        """Raises EngineError when the directory has no `tokenizer.json`, or a configuration that can't be read."""
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise EngineError(f"{directory} has no tokenizer.json, which synthetic engines need")
@@ -28,10 +29,14 @@ class Text:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config_file = directory / "tokenizer_config.json"
-        config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
+        try:
+            config = file_json(config_file, MODEL_BYTES) if config_file.is_file() else {}
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{config_file} can't be read: {error}") from None
         self._specials = {field: _token(config.get(field)) for field in _SPECIAL_FIELDS}
         template_file = directory / "chat_template.jinja"
-        source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+        has_file = template_file.is_file()
+        source = file_text(template_file, MODEL_BYTES) if has_file else config.get("chat_template")
         self._template = _environment().from_string(source) if isinstance(source, str) else None
         self._answers = self._plain_tokens()
 

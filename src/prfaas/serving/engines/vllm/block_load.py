@@ -9,9 +9,9 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.page_digests import PendingSums
 from prfaas.serving.engines.vllm.metadata import LoadOrder
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
-from prfaas.serving.transport.arrival import Arrival
-from prfaas.serving.transport.sibling_staging import LentTransfer
-from prfaas.serving.transport.staging import StagedRegions, StagedTransfer
+from prfaas.serving.transport.io.received_transfers import Arrival
+from prfaas.serving.transport.io.sibling_staging import LentTransfer
+from prfaas.serving.transport.protocol.staging import StagedRegions, StagedTransfer
 
 
 @dataclass(slots=True)

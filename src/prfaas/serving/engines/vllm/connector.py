@@ -31,8 +31,8 @@ from prfaas.serving.engines.vllm.rank_kv import RankKv
 from prfaas.serving.engines.vllm.settings import ConnectorSettings, SettingsError
 from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from prfaas.serving.logs import LogSettings, set_up_logging
-from prfaas.serving.transport.ticket import load_key
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 if TYPE_CHECKING:
     from vllm.config.kv_transfer import KVTransferConfig

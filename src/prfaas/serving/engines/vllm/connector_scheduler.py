@@ -17,7 +17,7 @@ from prfaas.serving.engines.vllm.metadata import (
     TransferMetadata,
 )
 from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
-from prfaas.serving.transport.ticket import (
+from prfaas.serving.transport.protocol.ticket import (
     KEPT_PARAMETER,
     PREFIX_TICKET_PARAMETER,
     TICKET_PARAMETER,

@@ -25,14 +25,14 @@ from prfaas.serving.engines.vllm.sibling_ranks import page_locked
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
 from prfaas.serving.pool.client import PoolClient
-from prfaas.serving.transport.endpoint import KvEndpoint
-from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
-from prfaas.serving.transport.peer_list import ranked
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.region_layout import PeerLayouts
-from prfaas.serving.transport.requests import refuse_request
-from prfaas.serving.transport.sibling_staging import SiblingStaging
-from prfaas.serving.transport.staging import StagingArena, mapped_memory, shared_memory
+from prfaas.serving.transport.io.endpoint import KvEndpoint
+from prfaas.serving.transport.io.peer_layouts import PeerLayouts
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sibling_staging import SiblingStaging
+from prfaas.serving.transport.io.staging_memory import StagingArena, mapped_memory, shared_memory
+from prfaas.serving.transport.protocol.options import ReceiverOptions, SenderOptions
+from prfaas.serving.transport.protocol.peer_list import ranked
+from prfaas.serving.transport.protocol.requests import refuse_request
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from prfaas.serving.engines.vllm.load_part import BorrowedPart, GivenUpError, Lo
 from prfaas.serving.engines.vllm.metadata import LoadOrder, NixlRead
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.region_layout import PeerLayouts
-from prfaas.serving.transport.resume_points import ResumePoints
-from prfaas.serving.transport.sibling_staging import SiblingStaging
-from prfaas.serving.transport.staging import StagedTransfer
-from prfaas.serving.transport.ticket import part_id
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus, load_obstacle
+from prfaas.serving.transport.io.peer_layouts import PeerLayouts
+from prfaas.serving.transport.io.receiver import Receiver
+from prfaas.serving.transport.io.sibling_staging import SiblingStaging
+from prfaas.serving.transport.protocol.resume_points import ResumePoints
+from prfaas.serving.transport.protocol.staging import StagedTransfer
+from prfaas.serving.transport.protocol.ticket import part_id
+from prfaas.serving.transport.protocol.wire import TransferPhase, TransferStatus, load_obstacle
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT
 from prfaas.serving.engines.vllm.layout import KvLayout
 from prfaas.serving.engines.vllm.stages import ModelRegion
-from prfaas.serving.transport.fingerprint import MAY_DIFFER, WINDOW_DRAFTS
+from prfaas.serving.transport.protocol.fingerprint import MAY_DIFFER, WINDOW_DRAFTS
 
 # The fingerprint is part of a handshake of 8 KiB; a difference is one line.
 _MOST_TOLD_CHARS = 64

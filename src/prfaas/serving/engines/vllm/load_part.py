@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from prfaas.serving.engines.vllm.block_load import BlockLoad
 from prfaas.serving.engines.vllm.metadata import LoadOrder
 from prfaas.serving.engines.vllm.wire_layout import WireLayout
-from prfaas.serving.transport.arrival import Arrival
-from prfaas.serving.transport.resume_points import ResumePoints
-from prfaas.serving.transport.sibling_staging import LentTransfer, SiblingStaging
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.io.received_transfers import Arrival
+from prfaas.serving.transport.io.sibling_staging import LentTransfer, SiblingStaging
+from prfaas.serving.transport.protocol.resume_points import ResumePoints
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 
 class GivenUpError(Exception):

@@ -29,16 +29,16 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from prfaas.serving.engines.vllm.connector import COMPLETED, PrfaasConnector
 from prfaas.serving.engines.vllm.connector_scheduler import digest_of
 from prfaas.serving.engines.vllm.metadata import NixlRead
-from prfaas.serving.transport.handover import Handover, HandoverError, is_by_nixl, ticket_of
-from prfaas.serving.transport.ticket import (
+from prfaas.serving.secret_files import load_key
+from prfaas.serving.transport.protocol.handover import Handover, HandoverError, is_by_nixl, ticket_of
+from prfaas.serving.transport.protocol.ticket import (
     KEPT_PARAMETER,
     PREFIX_TICKET_PARAMETER,
     TICKET_PARAMETER,
     Ticket,
     TicketError,
-    load_key,
 )
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.protocol.wire import TransferPhase
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext

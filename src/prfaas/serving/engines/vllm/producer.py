@@ -14,10 +14,10 @@ from prfaas.serving.engines.vllm.metadata import BlockRun, CheckpointPlace, Send
 from prfaas.serving.engines.vllm.pages import PagedSource
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
-from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
-from prfaas.serving.transport.region_layout import PeerLayouts
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.ticket import part_id
+from prfaas.serving.transport.io.peer_layouts import PeerLayouts
+from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.protocol.ticket import part_id
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from msgspec import structs
 
 from prfaas.core.deployment import EngineConfig, EventsEndpoint, PoolSettings, TransferLimits
 from prfaas.core.kv.rank_shares import RankGrid
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.peer_list import PeerList, ranked
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.io.tls_identity import TlsIdentity
+from prfaas.serving.transport.protocol.options import Peer
+from prfaas.serving.transport.protocol.peer_list import PeerList, ranked
 
 
 class SettingsError(ValueError):

@@ -29,6 +29,8 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from prfaas.core.bounded_file import MODEL_BYTES, file_json
+
 # What an API server and an engine core on CPUs import until they are ready, by their first modules.
 _IMPORTED = (
     "vllm.entrypoints.launchers.api_server.entry",
@@ -172,8 +174,7 @@ def import_model(folder: Path) -> None:
     """
     # Whatever is wrong with it, the engine says so.
     with contextlib.suppress(Exception):
-        config = (folder / "config.json").read_text(encoding="utf-8")
-        architectures = json.loads(config)["architectures"]
+        architectures = file_json(folder / "config.json", MODEL_BYTES)["architectures"]
         from vllm.model_executor.models import ModelRegistry
 
         for architecture in architectures:

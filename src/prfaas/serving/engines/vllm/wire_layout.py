@@ -25,10 +25,10 @@ from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun
 from prfaas.serving.engines.vllm.pages import WirePages
 from prfaas.serving.engines.vllm.stages import LayerStage
-from prfaas.serving.transport.peer_list import rank_of, ranked
-from prfaas.serving.transport.region_layout import PeerLayouts
-from prfaas.serving.transport.ticket import MAX_PARTS
-from prfaas.serving.transport.wire import count_field
+from prfaas.serving.transport.io.peer_layouts import PeerLayouts
+from prfaas.serving.transport.protocol.peer_list import rank_of, ranked
+from prfaas.serving.transport.protocol.ticket import MAX_PARTS
+from prfaas.serving.transport.protocol.wire import count_field
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

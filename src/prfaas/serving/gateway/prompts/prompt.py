@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from prfaas.core.prefix.hashing import PromptChains
 from prfaas.serving.gateway.bodies import ApiError, Json
-from prfaas.serving.transport.ticket import MAX_USES
+from prfaas.serving.transport.protocol.ticket import MAX_USES
 
 
 class Endpoint(StrEnum):
@@ -123,18 +123,18 @@ def prompt_of(endpoint: Endpoint, body: Mapping[str, Any], *, has_media: bool = 
     `has_media`: whether there are `media_parts`. What they show is in no ids.
 
     Raises:
-        ApiError: 400, when only one engine could know the prompt.
+        ApiError: 400, when only one engine could know the prompt, or vLLM would read out of it what nobody counts.
     """
     if not endpoint.generates:
         return DirectPrompt("forwarded")
+    _check_counts(body.get("sampling_params") if endpoint is Endpoint.GENERATE else body)
     if not isinstance(body.get("model", ""), str | None):
         return DirectPrompt("malformed")
     if endpoint is Endpoint.GENERATE:
         if body.get("features"):
             raise ApiError(400, "Media are taken in messages here; leave `features` out.", param="features")
         given = body.get("token_ids")
-        ids = as_token_ids(given) if isinstance(given, list) else None
-        return DirectPrompt("malformed") if ids is None else TokenPrompt(ids)
+        return _ids_prompt(given, "token_ids") if isinstance(given, list) else DirectPrompt("malformed")
     if endpoint is Endpoint.RESPONSES:
         _check_stored(body)
         return RenderedPrompt(None, takes_ids=not has_media)
@@ -144,6 +144,18 @@ def prompt_of(endpoint: Endpoint, body: Mapping[str, Any], *, has_media: bool = 
     if _samples(body) is None:
         return DirectPrompt("malformed")
     return _chat_prompt(body, has_media) if endpoint is Endpoint.CHAT else _completion_prompt(body)
+
+
+# vLLM's forms (pydantic) read 3 out of "3", 3.0 and true, and a prompt out of lists of these.
+_COUNTS = ("n", "min_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+def _check_counts(said: object) -> None:
+    """Raises ApiError 400 for a count of tokens or answers that is no whole number, though vLLM would take it."""
+    for name in _COUNTS:
+        count = said.get(name) if isinstance(said, dict) else None
+        if type(count or 0) is not int:
+            raise ApiError(400, f"`{name}` must be a whole number.", param=name)
 
 
 def _check_stored(body: Mapping[str, Any]) -> None:
@@ -204,22 +216,34 @@ def _samples(body: Mapping[str, Any]) -> int | None:
 
 
 def _completion_prompt(body: Mapping[str, Any]) -> Prompt:
-    if body.get("prompt_embeds") is not None:
-        return _embeds_prompt(body["prompt_embeds"])
-    prompt = body.get("prompt")
+    prompt, embeds = body.get("prompt"), body.get("prompt_embeds")
+    if embeds is not None and embeds != []:
+        if prompt:
+            sentence = "`prompt` and `prompt_embeds` must come in requests of their own."
+            raise ApiError(400, sentence, param="prompt_embeds")
+        return _embeds_prompt(embeds)
     if isinstance(prompt, array):
         return TokenPrompt(prompt)
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
         special = body.get("add_special_tokens", True)
-        return TextPrompt(prompt, special) if isinstance(special, bool) else DirectPrompt("malformed")
+        if not isinstance(special, bool):
+            raise ApiError(400, "`add_special_tokens` must be true or false.", param="add_special_tokens")
+        return TextPrompt(prompt, special)
     if not isinstance(prompt, list) or not prompt:
         return DirectPrompt("malformed")
     if isinstance(prompt[0], str | list):
         return _batch_prompt(body, prompt)
-    token_ids = as_token_ids(prompt)
-    return TokenPrompt(token_ids) if token_ids is not None else DirectPrompt("malformed")
+    return _ids_prompt(prompt, "prompt")
+
+
+def _ids_prompt(ids: Sequence[object], field: str) -> Prompt:
+    """Of ids that are out of range the engine says so. Raises ApiError 400 for what is no id."""
+    if not set(map(type, ids)) <= {int}:
+        raise ApiError(400, f"`{field}` must have token ids that are whole numbers, or texts.", param=field)
+    found = as_token_ids(ids)
+    return DirectPrompt("malformed") if found is None else TokenPrompt(found)
 
 
 def _batch_prompt(body: Mapping[str, Any], prompts: Sequence[object]) -> Prompt:
@@ -247,14 +271,16 @@ def as_token_ids(ids: Sequence[object]) -> "array[int] | None":
 
 def _chat_prompt(body: Mapping[str, Any], has_media: bool) -> Prompt:
     messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         return DirectPrompt("malformed")
     if has_media:
         return RenderedPrompt(None, takes_ids=False)
     # With ids given, vLLM does not render: it could neither echo the last message nor return the prompt's text, and it
     # would cut the ids once more.
     takes_ids = not any(body.get(field) for field in ("echo", "return_prompt_text", "truncate_prompt_tokens"))
-    return RenderedPrompt(None if body.get("add_special_tokens") else _plain_messages(messages), takes_ids)
+    # Without messages there may be tools and documents, which an engine renders.
+    is_plain = messages and not body.get("add_special_tokens")
+    return RenderedPrompt(_plain_messages(messages) if is_plain else None, takes_ids)
 
 
 def _plain_messages(
@@ -341,8 +367,13 @@ _URL = re.compile(r"(?i)\s*[a-z][a-z0-9+.-]*:[/\\]")
 _PLAIN_URL = re.compile(r"(?i)https?://([a-z0-9.-]+)(:[0-9]+)?([/?#][^\\\s]*)?")
 
 
-def check_media_urls(media: Sequence[object], domains: Collection[str]) -> None:
-    """Raises ApiError 400 where an engine would fetch `media_parts` from elsewhere than `domains`."""
+def check_media(media: Sequence[object], domains: Collection[str]) -> None:
+    """Raises ApiError 400 where an engine would fetch `media_parts` from elsewhere than `domains`, or know by name.
+
+    To vLLM what two clients call alike is one: the second one's words are put to what the first has sent.
+    """
+    if any(isinstance(part, Mapping) and part.get("uuid") is not None for part in media):
+        raise ApiError(400, "Media are known by their content here; leave `uuid` out.", param="uuid")
     waiting = list(media)
     while waiting:
         value = waiting.pop()

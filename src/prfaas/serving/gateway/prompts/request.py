@@ -10,7 +10,7 @@ from prfaas.core.prefix.hashing import MediaItem, PromptChains
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.prompts.prompt import Endpoint, Prompt
 from prfaas.serving.gateway.request_log import RequestRecord
-from prfaas.serving.transport.ticket import TENANT_BYTES, TransferAttributes, TransferClass
+from prfaas.serving.transport.protocol.ticket import TENANT_BYTES, TransferAttributes, TransferClass
 
 _TENANT_PURPOSE = b"prfaas tenant\x00"
 _CLIENT_PURPOSE = b"client\x00"

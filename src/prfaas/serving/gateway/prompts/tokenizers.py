@@ -15,6 +15,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from prfaas.core.bounded_file import MODEL_BYTES, file_json, file_text
+
 _TOKEN_FIELDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -35,17 +37,16 @@ class ChatTemplate:
     @classmethod
     def of_model(cls, directory: Path) -> Self | None:
         """The default template of the model in `directory`, or None when it has none that we can use."""
-        config_file = directory / "tokenizer_config.json"
-        config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
-        template_file = directory / "chat_template.jinja"
-        source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
-        if isinstance(source, list):
-            source = next((t.get("template") for t in source if t.get("name") == "default"), None)
-        if not isinstance(source, str):
-            return None
+        config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         try:
-            return cls(source, _special_tokens(config))
-        except jinja2.TemplateError:
+            config = file_json(config_file, MODEL_BYTES) if config_file.is_file() else {}
+            has_file = template_file.is_file()
+            source = file_text(template_file, MODEL_BYTES) if has_file else config.get("chat_template")
+            if isinstance(source, list):
+                source = next((t.get("template") for t in source if t.get("name") == "default"), None)
+            return cls(source, _special_tokens(config)) if isinstance(source, str) else None
+        except (OSError, ValueError, AttributeError, jinja2.TemplateError) as error:
+            logger.warning("engines render conversations: the model's template can't be used: %s", error)
             return None
 
     def render(self, messages: Sequence[tuple[str, str | Sequence[str]]]) -> str:

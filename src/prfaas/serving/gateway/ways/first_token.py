@@ -9,6 +9,7 @@ from itertools import chain
 
 import orjson
 
+from prfaas.core.bounded_file import MODEL_BYTES, file_bytes
 from prfaas.core.deployment import Deployment
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.context import GatewayContext
@@ -211,7 +212,7 @@ def _shaping_setting(deployment: Deployment, defaults: Json) -> str | None:
 def _checkpoint_defaults(deployment: Deployment) -> Json:
     """What the checkpoint has vLLM take where a request says nothing."""
     try:
-        defaults = orjson.loads((deployment.model.path / _DEFAULTS_FILE).read_bytes())
+        defaults = orjson.loads(file_bytes(deployment.model.path / _DEFAULTS_FILE, MODEL_BYTES))
     except (OSError, orjson.JSONDecodeError):
         return {}
     return defaults if isinstance(defaults, dict) else {}

@@ -17,11 +17,11 @@ from prfaas.serving.gateway.request_log import RequestRecord, TransferredBytes
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks, run_together
-from prfaas.serving.transport.handover import is_by_nixl
-from prfaas.serving.transport.observer import Observer, OnSoon
-from prfaas.serving.transport.resume_points import common
-from prfaas.serving.transport.sentences import legible
-from prfaas.serving.transport.ticket import (
+from prfaas.serving.transport.io.observer import Observer, OnSoon
+from prfaas.serving.transport.protocol.handover import is_by_nixl
+from prfaas.serving.transport.protocol.resume_points import common
+from prfaas.serving.transport.protocol.sentences import legible
+from prfaas.serving.transport.protocol.ticket import (
     CACHED_TOKENS_PARAMETER,
     KEPT_PARAMETER,
     REMOTE_PREFILL_PARAMETER,
@@ -29,7 +29,7 @@ from prfaas.serving.transport.ticket import (
     Ticket,
     part_id,
 )
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus
+from prfaas.serving.transport.protocol.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from prfaas.serving.gateway.ways.kv_transfer import (
 from prfaas.serving.gateway.ways.push import PrefillHop, TransferSpec
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.tracing import AttributeValue
-from prfaas.serving.transport.requests import CopyResult
-from prfaas.serving.transport.ticket import TransferAttributes, TransferClass
+from prfaas.serving.transport.protocol.requests import CopyResult
+from prfaas.serving.transport.protocol.ticket import TransferAttributes, TransferClass
 
 
 class PrefixMoves:

@@ -10,8 +10,8 @@ from prfaas.serving.gateway.bodies import cached_tokens_of
 from prfaas.serving.gateway.request_log import TransferredBytes
 from prfaas.serving.gateway.ways.kv_transfer import StartedTransfer, TransferFailedError
 from prfaas.serving.gateway.ways.push import Arrival, OpenHop, PrefillHop, tell
-from prfaas.serving.transport.handover import by_nixl, is_by_nixl, ticket_of
-from prfaas.serving.transport.ticket import TICKET_PARAMETER
+from prfaas.serving.transport.protocol.handover import by_nixl, is_by_nixl, ticket_of
+from prfaas.serving.transport.protocol.ticket import TICKET_PARAMETER
 
 # While the decode engine has not begun to read, that often it is looked whether it has.
 _LOOK_S = 0.25

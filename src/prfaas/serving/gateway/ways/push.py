@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,13 @@ from prfaas.serving.gateway.ways.kv_transfer import (
 )
 from prfaas.serving.tasks import BackgroundTasks, end_all
 from prfaas.serving.tracing import CANCELLED, AttributeValue, RequestSpans
-from prfaas.serving.transport.ticket import PLAIN, Ticket, TransferAttributes, prompt_digest
+from prfaas.serving.transport.protocol.ticket import (
+    PLAIN,
+    TRANSFER_ID_BYTES,
+    Ticket,
+    TransferAttributes,
+    prompt_digest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -286,6 +293,7 @@ class PrefillHop:
 
     def _sealed_request(self, spec: TransferSpec, request: ServingRequest) -> tuple[Ticket, str, bytes]:
         ticket = Ticket.issue(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=spec.producer,
             consumer=spec.consumer,
             num_tokens=len(spec.token_ids),

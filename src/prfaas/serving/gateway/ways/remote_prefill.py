@@ -25,7 +25,7 @@ from prfaas.serving.gateway.ways.ready_requests import (
     ReadyRequest,
 )
 from prfaas.serving.tasks import look_at
-from prfaas.serving.transport.ticket import PLAIN, Ticket, TransferAttributes
+from prfaas.serving.transport.protocol.ticket import PLAIN, Ticket, TransferAttributes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Threads, sockets, TLS and shared memory around the protocol's state machines."""
