@@ -63,7 +63,7 @@ ENVIRONMENT = {
 
 def commands() -> Iterator[str]:
     """Without `prfaas`, the quick ones first. `OUT` is a folder for what is written."""
-    yield from ("models", "models --json", "models --sources", "models kimi-k2 --tensor-parallel 8")
+    yield from ("models", "models --json", "models kimi-k2 --tensor-parallel 8")
     yield from (
         "bandwidth ring-2.5-1t --gpus 512 --length 32768",
         "bandwidth ring-2.5-1t --gpus 512 --json",
