@@ -120,7 +120,14 @@ def test_an_output_that_nobody_opened_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [("plan", PAPER, "--sweep", "slo.ttft_s=2:10:2", "--plot", "out"), ("model", "make", "words")]
+    "args",
+    [
+        pytest.param(
+            ("plan", PAPER, "--sweep", "prices.h200=1:2:2", "--plot", "out"),
+            marks=pytest.mark.slow("draws with matplotlib"),
+        ),
+        ("model", "make", "words"),
+    ],
 )
 def test_a_full_disk_is_one_sentence(
     args: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
