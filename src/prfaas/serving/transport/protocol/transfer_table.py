@@ -313,7 +313,8 @@ class TransferTable:
     def admit(self, now_s: float) -> None:
         """Give staging to waiting transfers, since some may have become free: in order, background ones last.
 
-        One that fits may pass an older one that does not, until that one has waited for long.
+        One that fits may pass an older one that does not, until that one has waited for long. No copy of a prefix and no
+        checkpoint may: nobody waits for them.
         """
         while (found := self._next(now_s)) is not None:
             transfer, lease = found
@@ -324,7 +325,10 @@ class TransferTable:
             self._watchers.notify(transfer_id, transfer.status())
 
     def _next(self, now_s: float) -> tuple[IncomingTransfer, StagingLease] | None:
+        passes = False
         for transfer in sorted(self._waiting, key=lambda each: each.background):
+            if passes and (transfer.background or transfer.checkpoint_of is not None):
+                continue
             lease = self._arena.allocate(transfer.lease_bytes)
             while lease is None and (self._partials.make_room() or self._checkpoints.make_room(transfer)):
                 lease = self._arena.allocate(transfer.lease_bytes)
@@ -332,6 +336,7 @@ class TransferTable:
                 return transfer, lease
             if now_s - transfer.opened_at_s > self._options.passed_for_s:
                 return None
+            passes = True
         return None
 
     def place_chunk(
