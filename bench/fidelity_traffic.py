@@ -1,8 +1,10 @@
 """What `fidelity.py` sends: prompts that have nothing in common, or conversations, whose turns begin alike."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -10,8 +12,11 @@ import numpy as np
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.lengths import TruncatedLogNormal, Uniform
 from prfaas.core.workload.requests import RequestTrace, TracedRequest, starts_of
-from prfaas.core.workload.sessions import SessionTraffic
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, Traffic, take
+
+# The conversations of the project's studies.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from studies._sessions import SessionTraffic
 
 Kind = Literal["independent", "conversations"]
 KINDS: tuple[Kind, ...] = ("independent", "conversations")

@@ -63,7 +63,7 @@ ENVIRONMENT = {
 
 def commands() -> Iterator[str]:
     """Without `prfaas`, the quick ones first. `OUT` is a folder for what is written."""
-    yield from ("models", "models --json", "models --sources", "models kimi-k2 --tensor-parallel 8")
+    yield from ("models", "models --json", "models kimi-k2 --tensor-parallel 8")
     yield from (
         "bandwidth ring-2.5-1t --gpus 512 --length 32768",
         "bandwidth ring-2.5-1t --gpus 512 --json",
@@ -81,8 +81,7 @@ def commands() -> Iterator[str]:
     yield f"plan examples/paper.yaml {sweep}"
     yield f"plan examples/paper.yaml {sweep} --json"
     yield f"plan examples/paper.yaml {sweep} --plot OUT"
-    yield "plan examples/multi.yaml --plot OUT"
-    yield from ("reproduce", "reproduce --json", "reproduce --out OUT/reproduction.md")
+    yield from ("reproduce", "reproduce --json", "reproduce --out OUT/reproduction.md --plot OUT")
     paper = f"simulate examples/paper.yaml --load 0.9 --compare {POLICIES} --requests 3000"
     yield paper
     yield f"{paper} --json"

@@ -1,13 +1,12 @@
 """How a study shows numbers: in sentences and cells, with what several seeds can tell apart, and in small drawings."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prfaas.core.experiment import mean_and_half
-from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing
+from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing, svg_file
 from prfaas.lab.studies.study import StudyFigure
 
 if TYPE_CHECKING:
@@ -138,13 +137,8 @@ def difference(values: Sequence[float], bases: Sequence[float]) -> Difference:
     return Difference(found.mean, found.half)
 
 
-# A picture does not know the colour of the page that it stands on: it brings its own.
-_PAPER = '<rect width="100%" height="100%" fill="#fff"/>'
-_INK = "#1f2328"
-_STYLE = "<style>text{font-family:system-ui,sans-serif!important}</style>"
 # More points than this are a line already.
 _MOST_MARKERS = 16
-_WIDTH_PX = 760
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +183,7 @@ def lines(
             _fill(axes, panel, x_log=x_log)
             axes.set_xlabel(x_label)
             axes.tick_params(labelbottom=True)
-    return StudyFigure(f"study-{name}", _file(drawn.svg), caption)
+    return StudyFigure(f"study-{name}", svg_file(drawn.svg), caption)
 
 
 def bars(
@@ -209,7 +203,7 @@ def bars(
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(x_label)
-    return StudyFigure(f"study-{name}", _file(drawn.svg), caption)
+    return StudyFigure(f"study-{name}", svg_file(drawn.svg), caption)
 
 
 def _fill(axes: "Axes", panel: Panel, *, x_log: bool) -> None:
@@ -244,13 +238,3 @@ def _fill(axes: "Axes", panel: Panel, *, x_log: bool) -> None:
             text, (at, 1), xycoords=("data", "axes fraction"), xytext=(3, -8), textcoords="offset points",
             color=INK, fontsize=8,
         )  # fmt: skip
-
-
-def _file(svg: str) -> str:
-    """A drawing of a page as a file: with a size, colours and numbers no longer than a screen can show."""
-    width, height = (float(value) for value in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0])
-    size = f'<svg width="{_WIDTH_PX}" height="{_WIDTH_PX * height / width:.0f}"'
-    svg = re.sub(r"(\d+\.\d\d)\d+", r"\1", svg.replace("<svg", size, 1)).replace("currentColor", _INK)
-    svg = re.sub(r" ?\n(?=[LQCz])", " ", svg)
-    head = svg.index(">") + 1
-    return f"{svg[:head]}{_STYLE}{_PAPER}{svg[head:]}\n"

@@ -13,10 +13,10 @@ from prfaas.core.workload.arrivals import Arrivals, Diurnal, Mmpp, Phase, Poisso
 from prfaas.core.workload.empirical import Empirical, fixed
 from prfaas.core.workload.lengths import LengthDistribution, TruncatedLogNormal, Workload
 from prfaas.core.workload.requests import places_in, starts_of
-from prfaas.core.workload.sessions import SessionTraffic
 from prfaas.core.workload.trace_columns import BLOCK_TOKENS
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, Traffic
 from prfaas.lab.studies.context import StudyContext
+from studies._sessions import SessionTraffic
 
 _BINS = 2048
 

@@ -12,7 +12,6 @@ from prfaas.core.units import GIB, format_bits_per_s, format_bytes
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.lengths import TruncatedLogNormal
 from prfaas.core.workload.requests import RequestTrace
-from prfaas.core.workload.sessions import SessionTraffic
 from prfaas.core.workload.trace_columns import BLOCK_TOKENS
 from prfaas.core.workload.traffic import RequestChunk, Traffic, take
 from prfaas.lab.simulator.machine_pool import PoolOptions
@@ -21,6 +20,7 @@ from prfaas.lab.studies.study import Outcomes, Study, StudySection, StudyTable
 from studies._figures import bars, listed, percent
 from studies._repeats import Repeats, tail_table
 from studies._runs import Run, length_classes
+from studies._sessions import SessionTraffic
 from studies._variants import cache_of
 
 _MEAN_TURNS = 12.0

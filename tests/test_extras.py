@@ -68,7 +68,7 @@ DOES = {
     "gateway": "from prfaas.core.latency.service_curve import ServiceCurve; ServiceCurve().add(100, 0.1, 0.0)",
     "plan": (
         "from prfaas import api; paper = api.load_planned(api.example_path('paper')); api.plan(paper); "
-        "api.simulate(paper, requests=300).summary(); import prfaas.lab.report.plan_figures"
+        "api.simulate(paper, requests=300).summary(); import prfaas.lab.report.plan_sweep"
     ),
 }
 
@@ -257,7 +257,7 @@ def test_the_commands_that_need_an_extra_are_commands() -> None:
 
 
 def test_all_is_all() -> None:
-    """But for the estimates and NIXL: both are large, and for one kind of machine."""
+    """But for NIXL, which is large, and for one kind of machine."""
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
-    assert set(re.findall(r"\w+", everything)[1:]) == set(extras) - {"all", "dev", "estimate", "nixl"}
+    assert set(re.findall(r"\w+", everything)[1:]) == set(extras) - {"all", "dev", "nixl"}

@@ -43,8 +43,6 @@ OF_ONE_USER = {
     "tools.emit.monitoring",
     # Asks ranks for what several parts of the plane hear; it is none of them.
     "serving.control.rank_stats",
-    # Beside the package studies draw with it.
-    "lab.report.drawing",
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
     # Rooms that are still to be taken apart: tools, lab.

@@ -21,13 +21,13 @@ from PIL import Image
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.lengths import Uniform
 from prfaas.core.workload.requests import write_requests
-from prfaas.core.workload.sessions import SessionTraffic
 from prfaas.core.workload.traffic import take
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
+from studies._sessions import SessionTraffic  # noqa: E402
 from tests.browser import CHROMIUM, MISSING, Page, chromium_page  # noqa: E402
 
 _START_S = 120

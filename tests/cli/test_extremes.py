@@ -119,7 +119,16 @@ def test_an_output_that_nobody_opened_is_no_error() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("args", [("plan", PAPER, "--plot", "out"), ("model", "make", "words")])
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param(
+            ("plan", PAPER, "--sweep", "prices.h200=1:2:2", "--plot", "out"),
+            marks=pytest.mark.slow("draws with matplotlib"),
+        ),
+        ("model", "make", "words"),
+    ],
+)
 def test_a_full_disk_is_one_sentence(
     args: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

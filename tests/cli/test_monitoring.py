@@ -32,13 +32,6 @@ def test_dashboards_are_written(
         assert json.loads(file.read_text())["uid"] == file.stem
 
 
-def test_written_files_as_json(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "alerts", "-o", str(tmp_path), "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "prfaas.rules.yaml")]}
-
-
 def test_alerts_are_printed_or_written_and_are_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,9 +40,7 @@ def test_alerts_are_printed_or_written_and_are_the_same(
     printed = capsys.readouterr().out
     assert run(monkeypatch, "alerts", "-o", str(tmp_path)) == 0
     assert (tmp_path / "prfaas.rules.yaml").read_text() == printed
-    capsys.readouterr()
-    assert run(monkeypatch, "alerts", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == yaml.safe_load(printed)
+    assert yaml.safe_load(printed)["groups"]
     assert "https://docs.example/guides/alerts.html#prfaaslinkdown" in printed
 
 
@@ -61,9 +52,7 @@ def test_the_scrape_configuration_of_a_deployment(
     assert "job_name: prfaas-gateway" in printed
     assert run(monkeypatch, "scrape", str(EXAMPLE), "-o", str(tmp_path)) == 0
     assert (tmp_path / "prfaas.scrape.yaml").read_text() == printed
-    capsys.readouterr()
-    assert run(monkeypatch, "scrape", str(EXAMPLE), "--json") == 0
-    assert json.loads(capsys.readouterr().out) == yaml.safe_load(printed)
+    assert yaml.safe_load(printed)["scrape_configs"]
 
 
 def test_a_folder_that_is_a_file(

@@ -29,7 +29,7 @@ BASE = (
     'python -c \'import prfaas.api as api; api.load_deployment("local.yaml"); api.kv_model("kimi-k2")\'',
 )
 PLAN = (
-    "prfaas plan paper.yaml --plot plots",
+    "prfaas plan paper.yaml --sweep slo.ttft_s=2:10:2 --plot plots",
     "prfaas simulate paper.yaml --requests 500 --report out",
     "prfaas bandwidth internal-1t --gpus 32",
     "prfaas simulate paper.yaml --requests 500 --records rows.csv.gz",
@@ -56,7 +56,7 @@ COMMANDS = {
 REFUSED = {
     "": {"prfaas plan paper.yaml": ".[plan]", "prfaas doctor local.yaml": ".[gateway]"},
     "engine": {"prfaas simulate paper.yaml": ".[plan]"},
-    "gateway": {"prfaas plan paper.yaml --plot plots": ".[plan]"},
+    "gateway": {"prfaas plan paper.yaml": ".[plan]"},
     "plan": {"prfaas demo": ".[gateway]"},
 }
 # Not in an environment that has no use for them.

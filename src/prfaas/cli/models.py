@@ -10,7 +10,7 @@ from prfaas.cli.completions import made_model_names, model_names
 from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from prfaas.core.kv.dtypes import CacheDtypes
     from prfaas.core.kv.model import KvModel
@@ -112,23 +112,19 @@ def models(
     tensor_parallel: int = option(1, "Show what each of so many ranks holds.", "--tensor-parallel", min=1),
     kv_dtype: str | None = option(None, KV_DTYPE_HELP),
     state_dtype: str | None = option(None, "Of recurrent states: fp32, bf16 or fp16; default: fp32."),
-    sources: bool = option(False, "Say where every number comes from.", "--sources"),
     as_json: AsJson = False,
 ) -> None:
     """List models with their layers, bytes per token, fixed state, and KVCache size S(l) from 1K to 128K tokens.
+
+    With --json, it says of published ones where every number comes from.
 
     Examples: prfaas models; prfaas models kimi-k2 --kv-dtype fp8;
     prfaas models ./my-model/config.json --tensor-parallel 8
     """
 
     dtypes = cache_dtypes(kv_dtype, state_dtype)
-    listed: list[tuple[KvModel, PublishedModel | None]]
-    if model is None:
-        listed = list(_kept_in(dtypes))
-    else:
-        listed = [named_model(model, dtypes)]
-        if sources and listed[0][1] is None:
-            raise CliError("--sources: only published models have sources; this one's is its config.json")
+    listed: Iterable[tuple[KvModel, PublishedModel | None]]
+    listed = _kept_in(dtypes) if model is None else [named_model(model, dtypes)]
     try:
         rows = [(each.per_rank(tensor_parallel), published) for each, published in listed]
     except ValueError as error:
@@ -139,8 +135,6 @@ def models(
         print_json(documents if model is None else documents[0])
         return
     _print_table([each for each, _ in rows], tensor_parallel)
-    if sources:
-        _print_sources([published for _, published in rows if published is not None])
 
 
 def _kept_in(dtypes: "CacheDtypes") -> "Iterator[tuple[KvModel, PublishedModel]]":
@@ -235,11 +229,3 @@ def _print_table(models: "list[KvModel]", tensor_parallel: int) -> None:
             *(f"{size / MIB:,.1f}" if size else "–" for size in sizes),
         )
     console(150).print(table)
-
-
-def _print_sources(models: "list[PublishedModel]") -> None:
-    for model in models:
-        typer.echo(f"{model.name} ({model.title})")
-        for source in model.sources:
-            mark = " (assumed)" if source.assumed else ""
-            typer.echo(f"  {', '.join(source.fields)}{mark}\n    {source.origin}")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, DeploymentPath, print_json
+from prfaas.cli.common import DeploymentPath
 from prfaas.cli.emit import write_emitted
 from prfaas.cli.option_groups import option, with_options
 
@@ -27,7 +27,6 @@ def grafana(
     folder: Path = option(
         ..., "Write into this folder; made if it isn't there.", "-o", "--output", metavar="DIR"
     ),
-    as_json: AsJson = False,
 ) -> None:
     """Write Grafana's dashboards, one JSON file each: overview, links, engines, caches, and every series.
 
@@ -38,46 +37,44 @@ def grafana(
     from prfaas.tools.monitoring import dashboards
 
     files = {path.name: path.read_text(encoding="utf-8") for path in dashboards()}
-    _write(folder, files, as_json)
+    _write(folder, files)
 
 
 @monitoring.command()
-def alerts(folder: Folder = None, as_json: AsJson = False) -> None:
+def alerts(folder: Folder = None) -> None:
     """Print or write the alert rules for Prometheus (`rule_files`), as prfaas.rules.yaml.
 
     Each links to the guide of alerts, where messages find pages (PRFAAS_DOCS).
 
     Example: prfaas monitoring alerts -o rules
     """
-    from prfaas.tools.monitoring.alerts import rules, rules_yaml
+    from prfaas.tools.monitoring.alerts import rules_yaml
 
     if folder is not None:
-        _write(folder, {"prfaas.rules.yaml": rules_yaml()}, as_json)
-    elif as_json:
-        print_json(rules())
+        _write(folder, {"prfaas.rules.yaml": rules_yaml()})
     else:
         typer.echo(rules_yaml(), nl=False)
 
 
 @monitoring.command()
-def scrape(deployment: DeploymentPath, folder: Folder = None, as_json: AsJson = False) -> None:
+def scrape(deployment: DeploymentPath, folder: Folder = None) -> None:
     """Print or write where Prometheus finds the gateway and the engines of a deployment, as prfaas.scrape.yaml.
 
     Example: prfaas monitoring scrape examples/local.yaml
     """
     from prfaas.core.deployment import load_deployment
-    from prfaas.tools.monitoring.scrape import scrape_configs, scrape_yaml
+    from prfaas.tools.monitoring.scrape import scrape_yaml
 
     loaded = load_deployment(deployment)
     if folder is not None:
-        _write(folder, {"prfaas.scrape.yaml": scrape_yaml(loaded)}, as_json)
-    elif as_json:
-        print_json(scrape_configs(loaded))
+        _write(folder, {"prfaas.scrape.yaml": scrape_yaml(loaded)})
     else:
         typer.echo(scrape_yaml(loaded), nl=False)
 
 
-def _write(folder: Path, files: dict[str, str], as_json: bool) -> None:
+def _write(folder: Path, files: dict[str, str]) -> None:
     from prfaas.tools.emit.blueprint import EmittedFile
 
-    write_emitted(folder, [EmittedFile(PurePosixPath(name), text) for name, text in files.items()], as_json)
+    write_emitted(
+        folder, [EmittedFile(PurePosixPath(name), text) for name, text in files.items()], as_json=False
+    )

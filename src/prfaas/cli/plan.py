@@ -3,7 +3,7 @@
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -23,12 +23,11 @@ from prfaas.cli.pool_options import PoolsAsked, pools_asked
 from prfaas.cli.trace_options import TraceAsked, beyond
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator
 
     from prfaas.core.planner import Plan
     from prfaas.lab.report.plan_sweep import Sweep
 
-T = TypeVar("T")
 LossKind = Literal["link", "cluster", "instance"]
 
 _MOST_VALUES = 1000
@@ -39,7 +38,7 @@ _GEOMETRIC_RATIO = 30
 @with_options
 def plan(
     deployment: DeploymentPath,
-    plot: Path | None = option(None, "Write plots (PNG) into this folder.", metavar="DIR"),
+    plot: Path | None = option(None, "Draw the sweep (SVG) into this folder.", metavar="DIR"),
     sweep: str | None = option(
         None,
         'Plan N times, with values from A to B in one field, e.g. "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50".',
@@ -58,10 +57,12 @@ def plan(
 
     The file needs no servers, only counts, profiles and a workload; the page guides/plan explains fields and results.
 
-    Example: prfaas plan examples/paper.yaml --plot plots
+    Example: prfaas plan examples/paper.yaml --sweep "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50" --plot plots
     """
+    if sweep is None and plot is not None:
+        raise CliError("--plot draws a sweep: it goes with --sweep")
     if sweep is None:
-        _plan(deployment, plot, asked, asked_trace, survive, as_json)
+        _plan(deployment, asked, asked_trace, survive, as_json)
     elif asked.is_given or asked_trace.trace is not None or survive is not None:
         raise CliError("--sweep goes without --pool, --pool-ssd, --pool-rate, --trace and --survive")
     else:
@@ -70,7 +71,6 @@ def plan(
 
 def _plan(
     path: Path,
-    plot: Path | None,
     asked: PoolsAsked,
     asked_trace: TraceAsked,
     survive: LossKind | None,
@@ -99,16 +99,11 @@ def _plan(
     if survive is not None and not of_kind:
         raise CliError(f"--survive {survive}: the deployment has no {survive}")
     reserve = reserve_for(problem, result.optimum.lambda_max, of_kind) if of_kind else None
-    written: list[Path] = []
-    if plot is not None:
-        from prfaas.lab.report.plan_figures import write_plots
-
-        written += _with_progress(write_plots(deployment, problem, result, made_folder(plot)), "plots")
     if as_json:
         document = result.to_json() | {"survival": [asdict(each) for each in lost]}
         document |= {} if reserve is None else {"reserve": asdict(reserve)}
         document |= {} if pools is None else {"pools": pools.to_json()}
-        print_json(document | {"plots": [str(each) for each in written]} if plot is not None else document)
+        print_json(document)
         return
     from prfaas.lab.report.plan import print_plan, print_survival
 
@@ -116,7 +111,6 @@ def _plan(
     print_survival(console(), result.optimum.lambda_max, lost, reserve)
     if pools is not None:
         print_pools(console(), pools)
-    _print_written(written)
 
 
 def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
@@ -132,18 +126,19 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
     for value in (sweep.values[0], sweep.values[-1]):
         # What can't stand in the file is said before minutes of planning.
         load_planned(path, changes={sweep.field: value})
-    plans = list(_with_progress(_plans(path, sweep), f"{len(sweep.values)} plans", len(sweep.values)))
+    plans = list(_plans(path, sweep))
     swept = PlanSweep(**asdict(sweep), words=field_words(planned, sweep.field), plans=plans)
     written = []
     if plot is not None:
         name = re.sub(r"[^A-Za-z0-9]+", "-", sweep.field).strip("-")
-        written.append(made_folder(plot) / f"{planned.name}-sweep-{name}.png")
+        written.append(made_folder(plot) / f"{planned.name}-sweep-{name}.svg")
         swept.plot(written[0], f"{planned.name}: over the {swept.words}")
     if as_json:
         print_json(swept.to_json(written))
         return
     swept.print(console())
-    _print_written(written)
+    for file in written:
+        typer.echo(f"wrote {file}", err=True)
 
 
 def parse_sweep(text: str) -> "Sweep":
@@ -189,19 +184,8 @@ def _plans(path: Path, sweep: "Sweep") -> "Iterator[Plan]":
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
 
-    for value in sweep.values:
-        yield make_plan(problem_of(load_planned(path, changes={sweep.field: value})))
-
-
-def _with_progress(each: "Iterable[T]", what: str, total: int | None = None) -> "Iterator[T]":
-    """Hand things on as they come, with a bar on stderr if that is a terminal."""
     with progress_bar(transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        for thing in each:
+        task = progress.add_task(f"{len(sweep.values)} plans", total=len(sweep.values))
+        for value in sweep.values:
+            yield make_plan(problem_of(load_planned(path, changes={sweep.field: value})))
             progress.advance(task)
-            yield thing
-
-
-def _print_written(paths: "Sequence[Path]") -> None:
-    for path in paths:
-        typer.echo(f"wrote {path}", err=True)

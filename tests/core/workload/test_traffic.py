@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from studies._sessions import SessionTraffic
 
 from prfaas.core.workload.arrivals import Mmpp, Phase, Poisson
 from prfaas.core.workload.empirical import Empirical, fixed
 from prfaas.core.workload.lengths import LengthDistribution, TruncatedLogNormal, Uniform, WorkloadError
 from prfaas.core.workload.requests import RequestTrace, TracedRequest
-from prfaas.core.workload.sessions import SessionTraffic
 from prfaas.core.workload.traffic import IndependentTraffic, LengthSampler, ReplayedTraffic, Traffic, take
 
 seeds = st.integers(0, 2**32)

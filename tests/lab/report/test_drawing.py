@@ -58,3 +58,15 @@ def test_one_legend_for_all_panels() -> None:
         for axes in picture.panels:
             axes.plot([1, 2], [1, 2], label="same")
     assert picture.svg.count(">same<") == 1
+
+
+@pytest.mark.parametrize(
+    "labels, columns", [(["short"] * 6, 6), (["a label of thirty-five letters or so"] * 5, 3)]
+)
+def test_a_legend_stays_within_the_figure(labels: list[str], columns: int) -> None:
+    with drawing("grid") as picture:
+        for number, label in enumerate(labels):
+            picture.panels[0].plot([1, 2], [1, 2], label=f"{label}{number}")
+    (legend,) = picture.figure.legends
+    # matplotlib has no public name for it.
+    assert vars(legend)["_ncols"] == columns

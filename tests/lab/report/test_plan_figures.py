@@ -7,18 +7,16 @@ from typing import cast
 
 import pytest
 from matplotlib.figure import Figure
-
-from prfaas.core.planner import OperatingPoint, Plan, Stage
-from prfaas.lab.report.plan_figures import (
+from studies._paper_figures import (
     KvThroughputCurve,
     plot_allocation,
     plot_kv_throughput,
     plot_threshold,
+    short_tokens,
 )
-from prfaas.lab.report.plan_sweep import PlanSweep
-from prfaas.lab.report.style import short_tokens
 
-PNG = b"\x89PNG\r\n"
+from prfaas.core.planner import OperatingPoint, Plan, Stage
+from prfaas.lab.report.plan_sweep import PlanSweep
 
 
 @pytest.fixture
@@ -114,8 +112,8 @@ def test_kv_throughput(tmp_path: Path, figures: list[Figure]) -> None:
         KvThroughputCurve("hybrid", [1024, 131072], [1e9, 5e9], False, [(1024, 1e9)]),
         KvThroughputCurve("dense", [1024, 131072], [5e9, 5e10], True),
     ]
-    plot_kv_throughput(curves, tmp_path / "new" / "kv.png")
-    assert (tmp_path / "new" / "kv.png").read_bytes().startswith(PNG)
+    plot_kv_throughput(curves, tmp_path / "kv.svg")
+    assert (tmp_path / "kv.svg").read_text().startswith("<svg")
     (axes,) = figures[0].axes
     assert labels(figures[0]) == ["hybrid", "dense"]
     styles = {str(line.get_label()): line.get_linestyle() for line in axes.lines}
@@ -141,7 +139,7 @@ def test_no_two_curves_look_alike(tmp_path: Path, figures: list[Figure]) -> None
         KvThroughputCurve(f"curve {number}", [1024, 131072], [1e9, 5e9], number % 3 == 2)
         for number in range(12)
     ]
-    plot_kv_throughput(curves, tmp_path / "kv.png")
+    plot_kv_throughput(curves, tmp_path / "kv.svg")
     looks = {(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].lines}
     assert len(looks) == 12
 
@@ -158,7 +156,7 @@ def test_allocation_marks_the_best_split(tmp_path: Path, figures: list[Figure]) 
         )
         for n in range(1, 8)
     ]
-    plot_allocation(points, tmp_path / "split.png", threshold_tokens=19_400, best=3)
+    plot_allocation(points, tmp_path / "split.svg", threshold_tokens=19_400, best=3)
     (axes,) = figures[0].axes
     assert "19,400" in axes.get_title(loc="left")
     assert [patch.get_height() for patch in axes.patches] == [each.lambda_max for each in points]
@@ -168,7 +166,7 @@ def test_allocation_marks_the_best_split(tmp_path: Path, figures: list[Figure]) 
 
 def test_allocation_without_a_prfaas_cluster(tmp_path: Path, figures: list[Figure]) -> None:
     points = [point(1, 1, home=1.0, decode=2.0, lambda_max=1.0)]
-    plot_allocation(points, tmp_path / "split.png", threshold_tokens=None, best=1)
+    plot_allocation(points, tmp_path / "split.svg", threshold_tokens=None, best=1)
     assert labels(figures[0]) == ["limit of home prefill", "limit of home decode", "throughput"]
 
 
@@ -176,7 +174,7 @@ def test_threshold(tmp_path: Path, figures: list[Figure]) -> None:
     limits = [(2.0, 9.0), (3.0, 3.0), (9.0, 1.0)]
     points = [point(away=away, home=home, lambda_max=min(away, home)) for away, home in limits]
     best = point(threshold_tokens=1e4, lambda_max=3.0)
-    plot_threshold([1e3, 1e4, 1e5], points, tmp_path / "t.png", best=best)
+    plot_threshold([1e3, 1e4, 1e5], points, tmp_path / "t.svg", best=best)
     (axes,) = figures[0].axes
     assert axes.get_title(loc="left") == "Throughput over the threshold, 3 prefill and 5 decode instances"
     assert "east prefill or its link: Θ(PrfaaS) / p" in labels(figures[0])
@@ -191,7 +189,7 @@ def test_threshold(tmp_path: Path, figures: list[Figure]) -> None:
 def test_sweep(
     points: list[OperatingPoint], panels: int, count: int, tmp_path: Path, figures: list[Figure]
 ) -> None:
-    path = tmp_path / "s.png"
+    path = tmp_path / "s.svg"
     plot_sweep(VALUES, points, path, is_rate=True)
     assert len(figures[0].axes) == panels
     assert len(labels(figures[0])) == count
@@ -199,7 +197,7 @@ def test_sweep(
 
 
 def test_points_that_miss_the_target_are_crossed_out(tmp_path: Path, figures: list[Figure]) -> None:
-    plot_sweep(VALUES, swept(), tmp_path / "s.png", missed=True)
+    plot_sweep(VALUES, swept(), tmp_path / "s.svg", missed=True)
     crosses = figures[0].axes[0].lines[-1]
     assert crosses.get_label() == "misses the target for the TTFT"
     assert list(crosses.get_xdata()) == [VALUES[0]]
@@ -208,7 +206,7 @@ def test_points_that_miss_the_target_are_crossed_out(tmp_path: Path, figures: li
 
 def test_what_misses_the_target_is_no_part_of_a_curve(tmp_path: Path, figures: list[Figure]) -> None:
     """Else a target that can't be kept would seem to carry more than one that can."""
-    plot_sweep(VALUES, swept(), tmp_path / "s.png", missed=True)
+    plot_sweep(VALUES, swept(), tmp_path / "s.svg", missed=True)
     axes = figures[0].axes[0]
     drawn = {str(line.get_label()): [str(y) for y in line.get_ydata()] for line in axes.lines}
     assert drawn["this deployment, best plan"] == ["nan", "2.0"]
@@ -221,7 +219,7 @@ def test_what_misses_the_target_is_no_part_of_a_curve(tmp_path: Path, figures: l
 
 def test_a_short_axis_of_rates_has_more_than_one_tick(tmp_path: Path, figures: list[Figure]) -> None:
     points = [point(), point()]
-    plot_sweep([5e10, 4e11], points, tmp_path / "s.png", is_rate=True)
+    plot_sweep([5e10, 4e11], points, tmp_path / "s.svg", is_rate=True)
     axis = figures[0].axes[-1].xaxis
     ticks = [tick for tick in axis.get_majorticklocs() if 5e10 <= tick <= 4e11]
     assert [axis.get_major_formatter()(tick) for tick in ticks] == ["50 Gbit/s", "100 Gbit/s", "200 Gbit/s"]
@@ -229,16 +227,18 @@ def test_a_short_axis_of_rates_has_more_than_one_tick(tmp_path: Path, figures: l
 
 def test_a_sweep_of_nothing_and_of_one_value(tmp_path: Path) -> None:
     nothing = [point(1, 1, lambda_max=0.0, threshold_tokens=0.0)]
-    plot_sweep([1.0], nothing, tmp_path / "s.png")
-    assert (tmp_path / "s.png").is_file()
+    plot_sweep([1.0], nothing, tmp_path / "s.svg")
+    assert (tmp_path / "s.svg").is_file()
 
 
 def test_the_same_numbers_give_the_same_file(tmp_path: Path) -> None:
-    for name in ("a.png", "b.png"):
-        plot_sweep(VALUES, swept(), tmp_path / name, is_rate=True)
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    # matplotlib would write its version there.
-    assert b"Software" not in (tmp_path / "a.png").read_bytes()
+    drawn = []
+    for _ in range(2):
+        plot_sweep(VALUES, swept(), tmp_path / "s.svg", is_rate=True)
+        drawn.append((tmp_path / "s.svg").read_text())
+    assert drawn[0] == drawn[1]
+    # matplotlib would write the time there.
+    assert "<metadata" not in drawn[0]
 
 
 @pytest.mark.parametrize("tokens, text", [(128, "128"), (1024, "1K"), (1536, "1.5K"), (131072, "128K")])

@@ -110,7 +110,7 @@ def test_a_missed_target_is_said_and_drawn(tmp_path: Path, figures: list[Figure]
     assert lines[0].startswith(field)
     assert "3.259, missed" not in lines[2] and "3.259, missed" in lines[3]
     assert any(line.startswith("Missed: the target for the TTFT") for line in lines)
-    swept.plot(tmp_path / "p.png", "t")
+    swept.plot(tmp_path / "p.svg", "t")
     lines_by_label = {line.get_label(): line for line in figures[0].axes[0].lines}
     crosses = lines_by_label["misses the target for the TTFT"]
     assert list(crosses.get_xdata()) == [3.0]
@@ -118,7 +118,7 @@ def test_a_missed_target_is_said_and_drawn(tmp_path: Path, figures: list[Figure]
 
 def test_the_plot_names_what_it_draws(tmp_path: Path, figures: list[Figure]) -> None:
     drawn = sweep([1.0, 3.0], plans(1.5, 0.9), "price of a GPU-hour of h200")
-    drawn.plot(tmp_path / "p.png", "paper: over the price")
+    drawn.plot(tmp_path / "p.svg", "paper: over the price")
     (figure,) = figures
     labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     # Only the deployment's own cost is known here.

@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from studies._sessions import SessionTraffic
 
 from prfaas.core.deployment import load_planned
 from prfaas.core.planner import best_operation, problem_of
@@ -28,7 +29,6 @@ from prfaas.core.units import GIB
 from prfaas.core.workload.arrivals import Arrivals, Mmpp, Phase, Poisson
 from prfaas.core.workload.empirical import fixed
 from prfaas.core.workload.lengths import TruncatedLogNormal
-from prfaas.core.workload.sessions import SessionTraffic
 from prfaas.core.workload.traffic import IndependentTraffic, Traffic
 from prfaas.lab.simulator.capacity import Fluctuating
 from prfaas.lab.simulator.machine_pool import PoolOptions

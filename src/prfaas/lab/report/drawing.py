@@ -1,5 +1,6 @@
 """Drawings (SVG) that take the colours of the page they stand on, light or dark."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -18,6 +19,15 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B58900", "#8
 """Okabe and Ito's palette without the two that vanish on white or on black."""
 
 _STYLE = Path(__file__).parent / "data" / "drawing.mplstyle"
+
+# What has room below a figure, and what of it a label's line and gaps take.
+_LEGEND_LETTERS, _KEY_LETTERS = 140, 9
+
+# A file does not know the colour of the page that it stands on: it brings its own.
+_FILE_INK = "#1f2328"
+_FILE_STYLE = "<style>text{font-family:system-ui,sans-serif!important}</style>"
+_FILE_PAPER = '<rect width="100%" height="100%" fill="#fff"/>'
+_FILE_WIDTH_PX = 760
 
 
 class Drawing:
@@ -65,15 +75,23 @@ def _legend(figure: "Figure", panels: "Sequence[Axes]") -> None:
             list(handles.values()),
             list(handles),
             loc="outside lower center",
-            ncols=min(len(handles), 6),
+            ncols=_columns([len(label) for label in handles]),
             fontsize=9,
         )
 
 
+def _columns(letters: Sequence[int]) -> int:
+    """How many labels of so many letters stand beside each other: at most six, and within the figure."""
+    for columns in range(min(len(letters), 6), 1, -1):
+        rows = -(-len(letters) // columns)
+        widest = [max(letters[first : first + rows]) for first in range(0, len(letters), rows)]
+        if sum(widest) + _KEY_LETTERS * columns <= _LEGEND_LETTERS:
+            return columns
+    return 1
+
+
 def _inline(svg: str, name: str) -> str:
     """Without the prologue of a file, in the page's colour, and with ids of its own."""
-    import re
-
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
@@ -82,3 +100,13 @@ def _inline(svg: str, name: str) -> str:
     svg = re.sub(r'<g id="[A-Za-z][A-Za-z0-9_.]*_\d+">', "<g>", svg)
     svg = re.sub(r'(id="|href="#|url\(#)(?=[mp][0-9a-f])', rf"\1{name}-", svg)
     return svg.replace(INK, "currentColor")
+
+
+def svg_file(svg: str) -> str:
+    """A drawing of a page as a file: with a size, colours and numbers no longer than a screen can show."""
+    width, height = (float(value) for value in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0])
+    size = f'<svg width="{_FILE_WIDTH_PX}" height="{_FILE_WIDTH_PX * height / width:.0f}"'
+    svg = re.sub(r"(\d+\.\d\d)\d+", r"\1", svg.replace("<svg", size, 1)).replace("currentColor", _FILE_INK)
+    svg = re.sub(r" ?\n(?=[LQCz])", " ", svg)
+    head = svg.index(">") + 1
+    return f"{svg[:head]}{_FILE_STYLE}{_FILE_PAPER}{svg[head:]}\n"

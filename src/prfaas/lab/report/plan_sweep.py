@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Any
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Plan
 from prfaas.core.units import format_bits_per_s
+from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing, svg_file
 from prfaas.lab.report.plan import NONE, new_table
-from prfaas.lab.report.style import (
-    MUTED,
-    PREFILL_AWAY,
-    PREFILL_HOME,
-    THROUGHPUT,
-    mark_missed,
-    plot,
-    rate_axis,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +20,9 @@ if TYPE_CHECKING:
 
 EVEN = 1.0
 """The `equal_cost_ratio` at which a deployment is worth as much as its money without PrfaaS."""
+
+# A logarithmic axis over less than this ratio gets more ticks than one per power of ten.
+_FEW_DECADES = 100.0
 
 # The fields that a plan depends on, with entries of lists as [], and what they are called; {} is the entry's name.
 _FIELDS = {
@@ -163,15 +158,14 @@ class PlanSweep(Sweep):
             console.print(Text(_AT_EQUAL_COST, style="dim"))
 
     def plot(self, path: Path, title: str) -> None:
-        """Draw a PNG: throughput and threshold over the values, over prices cost and throughput per money."""
+        """Draw an SVG: throughput and threshold over the values, over prices cost and throughput per money."""
         is_price, thresholds = (
             is_price_field(self.field),
             [plan.optimum.threshold_tokens for plan in self.plans],
         )
         has_lower = is_price or None not in thresholds
-        height = 5.8 if is_price else 5.6 if has_lower else 4.4
-        with plot(path, panels=2 if has_lower else 1, height=height) as panels:
-            upper, lower = panels[0], panels[-1]
+        with drawing(path.stem, 2 if has_lower else 1, height=2.5 if has_lower else 3.5) as drawn:
+            upper, lower = drawn.panels[0], drawn.panels[-1]
             if is_price:
                 self._plot_costs(upper)
                 self._plot_ratios(upper, lower)
@@ -182,12 +176,13 @@ class PlanSweep(Sweep):
                 self._plot_thresholds(lower, [tokens or 0.0 for tokens in thresholds])
             low, high = min(self.values), max(self.values)
             if self.is_rate:
-                rate_axis(lower, "x", self.words, (low, high))
+                _rate_axis(lower, is_short=high < _FEW_DECADES * low)
             else:
                 lower.set_xscale("log" if self.is_geometric else "linear")
-                lower.set_xlabel(self.words)
+            lower.set_xlabel(self.words)
             if low < high:
                 lower.set_xlim(low, high)
+        path.write_text(svg_file(drawn.svg), encoding="utf-8")
 
     def _plot_rates(self, axes: "Axes") -> None:
         rates, missed = (
@@ -199,11 +194,11 @@ class PlanSweep(Sweep):
         # What misses the target is no answer for its value: the curve leaves it out, and one point alone is seen.
         kept = [nan if misses else rate for rate, misses in zip(rates, missed, strict=True)]
         mark = "o-" if any(missed) else "-"
-        axes.plot(self.values, kept, mark, color=THROUGHPUT, markersize=4, label="this deployment, best plan")
+        axes.plot(self.values, kept, mark, color=INK, markersize=4, label="this deployment, best plan")
         label = "homogeneous PD with as many GPUs"
         axes.plot(self.values, homogeneous, color=MUTED, linestyle="--", linewidth=1.4, label=label)
         if any(missed):
-            mark_missed(axes, self.values, rates, missed)
+            _mark_missed(axes, self.values, rates, missed)
         highest = max(*rates, *(rate for rate in homogeneous if not isnan(rate)))
         axes.set_ylim(0, 1.12 * highest if highest > 0 else 1)
         axes.set_ylabel("requests per second")
@@ -211,7 +206,7 @@ class PlanSweep(Sweep):
     def _plot_thresholds(self, axes: "Axes", tokens: Sequence[float]) -> None:
         from matplotlib.ticker import StrMethodFormatter
 
-        axes.plot(self.values, tokens, color=PREFILL_AWAY, label="best threshold")
+        axes.plot(self.values, tokens, color=COLOURS[0], label="best threshold")
         axes.set_ylim(0, 1.15 * max(tokens) or 1)
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.set_ylabel("tokens")
@@ -219,10 +214,10 @@ class PlanSweep(Sweep):
     def _plot_costs(self, axes: "Axes") -> None:
         values, plans = self.values, self.plans
         curves = {
-            "this deployment, best plan": ([plan.cost for plan in plans], THROUGHPUT, "-"),
+            "this deployment, best plan": ([plan.cost for plan in plans], INK, "-"),
             "the fleet you have": (
                 [plan.fleet.cost if plan.fleet else None for plan in plans],
-                PREFILL_HOME,
+                COLOURS[1],
                 "-.",
             ),
             "homogeneous PD with as many GPUs": ([plan.homogeneous.cost for plan in plans], MUTED, "--"),
@@ -234,23 +229,45 @@ class PlanSweep(Sweep):
         missed = [plan.cost is not None and not plan.keeps_target for plan in plans]
         if any(missed):
             own = [plan.cost.per_million_tokens if plan.cost else nan for plan in plans]
-            mark_missed(axes, values, own, missed)
+            _mark_missed(axes, values, own, missed)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("cost of a million tokens")
 
     def _plot_ratios(self, upper: "Axes", lower: "Axes") -> None:
         ratios = [nan if plan.equal_cost_ratio is None else plan.equal_cost_ratio for plan in self.plans]
-        lower.plot(self.values, ratios, color=PREFILL_AWAY, label="throughput per money against PD only")
+        lower.plot(self.values, ratios, color=COLOURS[0], label="throughput per money against PD only")
         lower.axhline(EVEN, color=MUTED, linestyle=":", linewidth=1.4, label="break-even")
         even = self.break_even()
         if even is not None:
             for axes in (upper, lower):
                 axes.axvline(even, color=MUTED, linestyle=":", linewidth=1.2)
-            lower.annotate(
-                f"{even:.3g}", (even, EVEN), xytext=(5, 6), textcoords="offset points", color=THROUGHPUT
-            )
+            lower.annotate(f"{even:.3g}", (even, EVEN), xytext=(5, 6), textcoords="offset points", color=INK)
         lower.set_ylim(bottom=0)
         lower.set_ylabel("times at equal cost")
+
+
+def _mark_missed(
+    axes: "Axes", values: Sequence[float], heights: Sequence[float], missed: Sequence[bool]
+) -> None:
+    """Cross out the points of a curve that miss the target for the TTFT."""
+    points = [
+        (value, height) for value, height, misses in zip(values, heights, missed, strict=True) if misses
+    ]
+    crossed, at = zip(*points, strict=True)
+    label = "misses the target for the TTFT"
+    # Crosses at the end of an axis are whole.
+    axes.plot(crossed, at, "x", color=COLOURS[3], markersize=8, label=label, clip_on=False, zorder=5)
+
+
+def _rate_axis(axes: "Axes", *, is_short: bool) -> None:
+    """Values as bit rates, with ticks like "10 Gbit/s"; on a short axis at 2 and 5 times a power of ten too."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    subs = (1.0, 2.0, 5.0) if is_short else (1.0,)
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bits_per_s(value)))
 
 
 _TITLES = ("req/s", "homogeneous", "threshold", "prefill + decode", "egress", "binds")

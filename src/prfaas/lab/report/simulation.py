@@ -228,27 +228,19 @@ def _number(value: Any) -> float | None:
     return len(value) if isinstance(value, list) else value
 
 
-def decision_totals(report: SimulationReport) -> list[tuple[str, list[int]]]:
-    """Every reason of a decision with its count by policy, the most frequent first."""
-    decisions = [summary["decisions"] for summary in report.summaries.values()]
-    reasons = dict.fromkeys(reason for each in decisions for reason in each)
-    counts = {reason: [each.get(reason, 0) for each in decisions] for reason in reasons}
-    return sorted(counts.items(), key=lambda item: (-sum(item[1]), item[0]))
-
-
 def decision_rows(report: SimulationReport) -> list[list[str]]:
     """Shares of all decisions by their reason, the most frequent first."""
-    totals = [sum(summary["decisions"].values()) for summary in report.summaries.values()]
-    return [
-        [
-            reason,
-            *(
-                f"{count / total:.1%}\n{count:,}" if count else NONE
-                for count, total in zip(counts, totals, strict=True)
-            ),
-        ]
-        for reason, counts in decision_totals(report)
-    ]
+    decisions = [summary["decisions"] for summary in report.summaries.values()]
+    reasons = dict.fromkeys(reason for each in decisions for reason in each)
+    by_frequency = sorted(
+        reasons, key=lambda reason: (-sum(each.get(reason, 0) for each in decisions), reason)
+    )
+    return [[reason, *(_share_cell(each, reason) for each in decisions)] for reason in by_frequency]
+
+
+def _share_cell(decisions: Mapping[str, int], reason: str) -> str:
+    count = decisions.get(reason, 0)
+    return f"{count / sum(decisions.values()):.1%}\n{count:,}" if count else NONE
 
 
 def stage_rows(report: SimulationReport) -> list[list[str]]:

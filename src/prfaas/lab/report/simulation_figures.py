@@ -1,6 +1,6 @@
 """A simulation as one self-contained HTML page with drawings.
 
-The drawings: TTFT, queues, utilisation, egress, thresholds and roles, decisions.
+The drawings: TTFT, queues, utilisation, egress, thresholds and roles.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,6 @@ from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing
 from prfaas.lab.report.simulation import (
     SimulationReport,
     decision_rows,
-    decision_totals,
     headline,
     stage_rows,
 )
@@ -28,8 +27,6 @@ _QUANTILES = 400
 _MOST_ROOM = 4.0
 # Beside a policy whose queues grow, the others would be a line at the bottom.
 _FAR_APART = 100.0
-# Not those of policies: reasons are something else.
-_REASON_COLOURS = ("#4C6A92", "#A8703A", "#4F8A6B", "#8C5B7E", "#7A7A7A", "#9C8430", "#6B6BB0", "#A65353")
 
 _TITLES = {
     "queue_": "{}: waiting for prefill",
@@ -123,12 +120,6 @@ def figures(report: SimulationReport) -> Iterator[Figure]:
                 "What the slow side of the scheduler changed: the threshold in uncached tokens, and how many instances "
                 "of each PD cluster prefill."
             ),
-        )
-    if decision_totals(report):
-        yield (
-            "Decisions",
-            _decisions(report),
-            "Requests by the reason of their route, as the router names it.",
         )
 
 
@@ -257,30 +248,6 @@ def _egress(report: SimulationReport, keys: Sequence[str]) -> str:
             axes.set_ylim(0, 1.12 * highest / 1e9 or 1.0)
             axes.set_ylabel("Gbit/s")
         _label_time(drawn.panels, columns, unit)
-    return drawn.svg
-
-
-def _decisions(report: SimulationReport) -> str:
-    """Stacked bars, a bar per policy."""
-    names, counted = list(report.results), decision_totals(report)
-    totals = [max(sum(each), 1) for each in zip(*(counts for _, counts in counted), strict=True)]
-    with drawing("decisions", height=0.5 + 0.32 * len(names)) as drawn:
-        (axes,) = drawn.panels
-        places = list(range(len(names)))
-        left = [0.0] * len(names)
-        for number, (reason, counts) in enumerate(counted):
-            shares = [100 * count / total for count, total in zip(counts, totals, strict=True)]
-            colour = _REASON_COLOURS[number % len(_REASON_COLOURS)]
-            bars = axes.barh(places, shares, 0.62, left=left, color=colour, label=reason)
-            labels = [f"{share:.0f} %" if share >= 4 else "" for share in shares]
-            axes.bar_label(bars, labels, label_type="center", color="#ffffff", fontsize=8.5)
-            left = [before + share for before, share in zip(left, shares, strict=True)]
-        axes.set_yticks(places, names)
-        axes.invert_yaxis()
-        axes.grid(False)
-        axes.set_xlim(0, 100)
-        axes.set_xticks([0, 25, 50, 75, 100], ["0", "25 %", "50 %", "75 %", "100 %"])
-        axes.tick_params(axis="y", length=0)
     return drawn.svg
 
 

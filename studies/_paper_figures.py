@@ -1,61 +1,89 @@
-"""The plots of `prfaas plan`: Figures 2 and 5 of the paper for a deployment."""
+"""Figures 2 and 5 of the paper, drawn again for its deployment: `prfaas reproduce --plot`."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, nan
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prfaas.core.arrays import FloatArray, np
-from prfaas.core.deployment import PlannedDeployment
+from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.kv.model import KvModel
 from prfaas.core.kv.published import published_models
 from prfaas.core.latency.files import load_profile, profile_names
 from prfaas.core.latency.profile import LatencyProfile
-from prfaas.core.planner import KvSize, OperatingPoint, Plan, PlanProblem
+from prfaas.core.planner import KvSize, OperatingPoint, Plan, PlanProblem, make_plan, problem_of
 from prfaas.core.planner.equations import kv_throughput_bits_per_s
 from prfaas.core.planner.two_clusters import best_threshold, evaluate
-from prfaas.lab.report.style import (
-    COLOURS,
-    DECODE,
-    MUTED,
-    PREFILL_AWAY,
-    PREFILL_HOME,
-    THROUGHPUT,
-    length_axis,
-    plot,
-    rate_axis,
-)
+from prfaas.core.shipped import example_path
+from prfaas.core.units import KIB, format_bits_per_s
+from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing, svg_file
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PREFILL_AWAY, PREFILL_HOME, DECODE = COLOURS[:3]
 _THRESHOLD_POINTS = 200
 _CURVE_POINTS = 120
 
 
-def write_plots(
-    deployment: PlannedDeployment, problem: PlanProblem, plan: Plan, directory: Path
-) -> Iterator[Path]:
-    """Write what applies to the deployment, one file after the other. Figure 5 is for two clusters.
+def draw_figures(directory: Path) -> Iterator[Path]:
+    """Write them, one file after the other; existing files of the same names are replaced."""
+    deployment = load_planned(example_path("paper"))
+    problem = problem_of(deployment)
+    plan = make_plan(problem)
+    throughput, split, threshold = (
+        directory / f"paper-{each}.svg" for each in ("kv-throughput", "split", "threshold")
+    )
+    plot_kv_throughput(kv_throughput_curves(deployment), throughput)
+    yield throughput
+    best = best_threshold(problem, plan.optimum.n_prefill, plan.service_model)
+    points = evaluate_splits(problem, plan)
+    plot_allocation(
+        points, split, threshold_tokens=plan.optimum.threshold_tokens, best=plan.optimum.n_prefill
+    )
+    yield split
+    plot_threshold(*evaluate_thresholds(problem, best), threshold, best=best)
+    yield threshold
 
-    Existing files of the same names are replaced.
-    """
 
-    def path(what: str) -> Path:
-        return directory / f"{deployment.name}-{what}.png"
+@contextmanager
+def _picture(path: Path, height: float) -> "Iterator[Axes]":
+    """One drawing; on leaving it is written to `path`."""
+    with drawing(path.stem, height=height) as drawn:
+        yield drawn.panels[0]
+    path.write_text(svg_file(drawn.svg), encoding="utf-8")
 
-    plot_kv_throughput(kv_throughput_curves(deployment), path("kv-throughput"))
-    yield path("kv-throughput")
-    if len(deployment.prfaas_clusters) == 1 and len(deployment.pd_clusters) == 1:
-        threshold_tokens, n_prefill = plan.optimum.threshold_tokens, plan.optimum.n_prefill
-        points = evaluate_splits(problem, plan)
-        plot_allocation(points, path("split"), threshold_tokens=threshold_tokens, best=n_prefill)
-        yield path("split")
-        if threshold_tokens is not None:
-            best = (
-                plan.optimum
-                if problem.ttft_target is not None
-                else best_threshold(problem, n_prefill, plan.service_model)
-            )
-            plot_threshold(*evaluate_thresholds(problem, best), path("threshold"), best=best)
-            yield path("threshold")
+
+def short_tokens(tokens: float) -> str:
+    """`131072` → "128K" (K = 1024), for ticks."""
+    return f"{tokens:g}" if tokens < KIB else f"{tokens / KIB:g}K"
+
+
+def _length_axis(axes: "Axes", low: float, high: float, label: str) -> None:
+    """A logarithmic axis of token counts with a tick at each power of two (or of four, if they would be many)."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    ticks = [2.0**n for n in range(4, 24) if low * 0.999 <= 2.0**n <= high * 1.001]
+    while len(ticks) > 9:
+        ticks = ticks[(len(ticks) - 1) % 2 :: 2]
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_tokens(value)))
+    axes.set_xlabel(f"{label} (tokens, K = 1024)")
+
+
+def _rate_axis(axes: "Axes") -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(base=10, numticks=12))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bits_per_s(value)))
+    axes.set_ylabel("KVCache per second of prefill, one instance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +143,7 @@ def plot_kv_throughput(curves: Sequence[KvThroughputCurve], path: Path) -> None:
     """Figure 2: bits of KVCache that one instance makes per second of prefill; dense models dashed."""
     low = min(min(curve.tokens) for curve in curves)
     high = max(max(curve.tokens) for curve in curves)
-    with plot(path, height=4.8) as (axes,):
+    with _picture(path, 4.0) as axes:
         for number, curve in enumerate(curves):
             colour = COLOURS[number % len(COLOURS)]
             # Where colours come again, another style tells the curves apart.
@@ -124,8 +152,8 @@ def plot_kv_throughput(curves: Sequence[KvThroughputCurve], path: Path) -> None:
             axes.plot(curve.tokens, curve.bits_per_s, style, color=colour, label=curve.label)
             if curve.measured:
                 axes.plot(*zip(*curve.measured, strict=True), "o", color=colour, markersize=4.5)
-        length_axis(axes, low, high, "prompt length")
-        rate_axis(axes, "y", "KVCache per second of prefill, one instance")
+        _length_axis(axes, low, high, "prompt length")
+        _rate_axis(axes)
         axes.set_title("KVCache made per second of prefill")
 
 
@@ -146,7 +174,7 @@ def plot_allocation(
 
     Args:
         points: One per split.
-        path: The PNG to write.
+        path: The SVG to write.
         threshold_tokens: At which they were taken; None where nothing is offloaded.
         best: The chosen N_p.
     """
@@ -154,7 +182,7 @@ def plot_allocation(
     cluster = next((roles.cluster for point in points for roles in point.roles), "the PD cluster")
     rates = [point.lambda_max for point in points]
     (away_name, away), (home_name, home), (decode_name, decode) = _limits(points, inf)
-    with plot(path) as (axes,):
+    with _picture(path, 3.6) as axes:
         axes.bar(
             x,
             rates,
@@ -169,7 +197,7 @@ def plot_allocation(
                 xytext=(0, -13),
                 textcoords="offset points",
                 ha="center",
-                color="white" if point.n_prefill == best else THROUGHPUT,
+                color="white" if point.n_prefill == best else INK,
                 fontsize=9,
             )
         axes.plot(x, home, "o-", color=PREFILL_HOME, label=f"limit of {home_name}")
@@ -208,23 +236,23 @@ def plot_threshold(
     rates = [point.lambda_max for point in points]
     chosen, rate = best.threshold_tokens, best.lambda_max
     assert chosen is not None
-    with plot(path) as (axes,):
+    with _picture(path, 3.6) as axes:
         axes.fill_between(tokens, rates, color="#E4E4E4", linewidth=0)
-        axes.plot(tokens, rates, color=THROUGHPUT, linewidth=3, label="throughput")
+        axes.plot(tokens, rates, color=INK, linewidth=3, label="throughput")
         axes.plot(tokens, away, "--", color=PREFILL_AWAY, label=f"{away_name}: Θ(PrfaaS) / p")
         axes.plot(tokens, home, "--", color=PREFILL_HOME, label=f"{home_name}: Θ(PD-P) / (1 − p)")
         axes.axhline(best.theta_pd_d, color=DECODE, linestyle="--", label=f"{decode_name}: Θ(PD-D)")
-        axes.plot([chosen], [rate], "o", color=THROUGHPUT, markersize=8, zorder=5)
+        axes.plot([chosen], [rate], "o", color=INK, markersize=8, zorder=5)
         axes.annotate(
             f"{chosen:,.0f} tokens\n{rate:.2f} req/s",
             (chosen, 0.1 * rate),
             xytext=(-8, 0),
             textcoords="offset points",
             ha="right",
-            color=THROUGHPUT,
+            color=INK,
         )
         axes.axvline(chosen, color=MUTED, linewidth=0.8, linestyle=":")
-        length_axis(axes, min(tokens), max(tokens), "threshold: longer prompts are offloaded")
+        _length_axis(axes, min(tokens), max(tokens), "threshold: longer prompts are offloaded")
         axes.set_ylabel("requests per second")
         axes.set_ylim(0, 1.9 * rate)
         axes.set_title(
