@@ -193,7 +193,6 @@ def test_commands_of_the_base_installation(words: list[str]) -> None:
         (["profile", "http://127.0.0.1:9"], "plan"),
         (["doctor", str(EXAMPLES / "local.yaml")], "gateway"),
         (["demo"], "gateway"),
-        (["key", str(EXAMPLES / "local.yaml")], "gateway"),
         (["pool", str(EXAMPLES / "local.yaml"), "home-pool"], "gateway"),
         (["certs", str(EXAMPLES / "local.yaml")], "gateway"),
         (["replay", "http://127.0.0.1:9", "--trace", "x.csv"], "gateway"),
@@ -257,7 +256,7 @@ def test_the_commands_that_need_an_extra_are_commands() -> None:
 
 
 def test_all_is_all() -> None:
-    """But for NIXL, which is large, and for one kind of machine."""
+    """But for the estimates and NIXL: both are large, and for one kind of machine."""
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
-    assert set(re.findall(r"\w+", everything)[1:]) == set(extras) - {"all", "dev", "nixl"}
+    assert set(re.findall(r"\w+", everything)[1:]) == set(extras) - {"all", "dev", "estimate", "nixl"}

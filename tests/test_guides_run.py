@@ -34,6 +34,7 @@ NOT_HERE = {
 ALONE = ("install", "monitoring", "recipes", "measure-a-profile", "troubleshoot")
 ALONE_NOT_HERE = {
     "profile http": "measures an engine: tests/tools/profiling",
+    "--beside": "its config comes with another package",
     "qwen3-next-80b/config.json": "a folder of the reader's: tests/cli/test_profile_estimate.py",
     "prfaas up": "below, and in tests/test_clients_page.py",
     "prfaas demo": "tests/integration/test_demo.py",

@@ -83,7 +83,7 @@ def test_mistakes_are_one_sentence(
     for args, message in (
         (
             ("kimi-k2", "--gpus", 8),
-            "no profile of kimi-k2 comes with prfaas: give --profile",
+            "--model kimi-k2: its config.json is needed",
         ),
         (("internal-1t", "--gpus", 3), "3 GPUs are less than one instance of 8"),
         (("internal-1t", "--gpus", 8, "--length", 200_000), "for 128 to 131072 tokens, not for 200000"),

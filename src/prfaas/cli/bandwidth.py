@@ -86,13 +86,11 @@ def bandwidth(
 
 
 def _estimated(model: str) -> "LatencyProfile":
-    """8 H200 by the roofline, where no profile comes with prfaas. Raises ProfileError and CliError."""
+    """8 H200 by the roofline, where no profile comes with prfaas. Raises ProfileError."""
     from pathlib import Path
 
     from prfaas.tools.profiling.estimate import EstimatePlan, estimate
 
-    if not Path(model).exists():
-        raise CliError(f"no profile of {model} comes with prfaas: give --profile, or the model's config.json")
     speed = estimate(EstimatePlan(Path(model), "h200", 8, batches=())).profile
     low, high = speed.evidence.band or (1.0, 1.0)
     typer.echo(

@@ -10,7 +10,7 @@ import typer
 
 from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
 from prfaas.cli.common import AsJson, CliError, check_target, counted_progress, print_json
-from prfaas.cli.completions import gpu_names
+from prfaas.cli.completions import gpu_names, profile_names
 from prfaas.cli.option_groups import argument, option, with_options
 
 if TYPE_CHECKING:
@@ -33,10 +33,16 @@ class EstimateOptions:
     tp: int = option(1, "Estimate: GPUs that share every layer.", min=1)
     weights: str | None = option(None, "Estimate: bf16, fp8, int4, nvfp4, …; default: as in config.json.")
     kv_dtype: str | None = option(None, f"Estimate: {KV_DTYPE_HELP}")
+    beside: str | None = option(
+        None,
+        "Estimate: put it beside this measured profile.",
+        metavar="PROFILE",
+        autocompletion=profile_names,
+    )
 
     def check_unused(self) -> None:
         """Raise CliError if one is given that says nothing about a server."""
-        for field in ("gpu", "weights", "kv_dtype"):
+        for field in ("gpu", "weights", "kv_dtype", "beside"):
             if getattr(self, field) is not None:
                 name = f"--{field.replace('_', '-')}"
                 raise CliError(f"{name} goes with --estimate; without it, a server is measured")
@@ -54,7 +60,7 @@ class EstimateOptions:
 
         if model is None or self.gpu is None:
             raise CliError(
-                "--estimate needs --model FILE (the config.json) and --gpu NAME (for example h200)"
+                "--estimate needs --model NAME (or its config.json) and --gpu NAME (for example h200)"
             )
         return EstimatePlan(
             Path(model),
@@ -88,7 +94,7 @@ def profile(
     ),
     model: str | None = option(
         None,
-        "The served model; default: the first in the server's list. Estimated: its config.json, or the folder.",
+        "The served model; default: the first in the server's list. Estimated: its name, or config.json.",
     ),
     name: str | None = option(None, "The profile's name; default: model-hardware."),
     hardware: str = option("unknown", "What the server runs on, in your words: h200, h20."),
@@ -124,7 +130,7 @@ def profile(
                 f"--estimate asks no server; leave {url} out, or leave --estimate out to measure it"
             )
         plan = estimated.plan(model, wanted, given, context, name)
-        print_estimate(plan, out, as_json=as_json)
+        print_estimate(plan, out, estimated.beside, as_json=as_json)
         return
     estimated.check_unused()
     if url is None:

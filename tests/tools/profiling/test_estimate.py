@@ -1,6 +1,7 @@
-"""Estimated profiles: what the file says of itself."""
+"""Estimated profiles: what the file says of itself, and the estimate beside a measured one."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,17 @@ from prfaas.core.latency.files import load_profile, profile_text, save_profile
 from prfaas.core.latency.profile import ProfileError
 from prfaas.core.latency.roofline import REQUEST_S, Roofline, gpu
 from prfaas.core.latency.work import model_work
-from prfaas.tools.profiling.estimate import EstimatePlan, estimate
+from prfaas.tools.profiling.estimate import EstimatePlan, beside, estimate
 
 MODELS: dict[str, Any] = yaml.safe_load(
     (Path(__file__).parents[2] / "core" / "latency" / "public_models.yaml").read_text()
 )
+
+
+@pytest.fixture(autouse=True)
+def without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without aiconfigurator-core."""
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
 
 
 def config(directory: Path, model: str, **more: object) -> Path:
@@ -126,11 +133,67 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         estimate(EstimatePlan(path, "l40s", 8))
     with pytest.raises(ProfileError, match="--weights: must be one of bf16, fp8"):
         estimate(EstimatePlan(path, "h200", 8, weights="int3"))
-    with pytest.raises(ProfileError, match="nowhere: there is no such file"):
+    with pytest.raises(ProfileError, match=r"nowhere: there is no such file; name"):
         estimate(EstimatePlan(tmp_path / "nowhere", "h200", 8))
     (path / "config.json").write_text('{"model_type": "rwkv"}')
     with pytest.raises(ConfigError, match="rwkv"):
         estimate(EstimatePlan(path, "h200", 8))
+
+
+def test_an_estimate_beside_a_measured_profile(tmp_path: Path) -> None:
+    made = estimate(EstimatePlan(config(tmp_path, "minimax-m2.5"), "h200", 8)).profile
+    printed = load_profile("minimax-m2.5-h200")
+    rows = beside(made, printed)
+    assert [row["at"] for row in rows["prefill"]] == [2**power for power in range(7, 18)]
+    # The batches that were measured, too, and those of the estimate that were not.
+    both = [row["at"] for row in rows["decode"] if "measured_s" in row]
+    assert both == [4, 8, 16, 32, 64, 128]
+    assert made.evidence.band is not None
+    for row in rows["prefill"]:
+        assert row["estimated_s"] == made.prefill_s(row["at"])
+        assert row["low_s"] == pytest.approx(made.evidence.band[0] * row["estimated_s"])
+        if row["at"] >= 1024:
+            assert row["measured_s"] == printed.prefill_s(row["at"])
+    assert set(beside(replace(made, decode=None), printed)) == {"prefill"}
+    assert all("measured_s" not in row for row in beside(made, None)["prefill"])
+
+
+@pytest.fixture
+def with_brought_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A package of that name with two config.json files, as aiconfigurator-core has them, and nothing to ask."""
+    folder = tmp_path / "site" / "aiconfigurator_core"
+    (folder / "model_configs").mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    for hub, model in (
+        ("MiniMaxAI--MiniMax-M2.5", "minimax-m2.5"),
+        ("Some--Qwen3-Next-80B", "qwen3-next-80b"),
+    ):
+        file = folder / "model_configs" / f"{hub}_config.json"
+        file.write_text(json.dumps(MODELS[model]["config"]))
+    monkeypatch.delitem(sys.modules, "aiconfigurator_core")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+@pytest.mark.usefixtures("with_brought_configs")
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("minimax-m2.5", "minimax-m2.5"),
+        ("MiniMaxAI/MiniMax-M2.5", "minimax-m2.5"),
+        ("qwen3-next-80b", "qwen3-next-80b"),
+    ],
+)
+def test_models_by_their_names(given: str, name: str) -> None:
+    """Published ones, and those on the hub whose config.json the package brings."""
+    made = estimate(EstimatePlan(Path(given), "h200", 8))
+    assert (made.profile.model, made.profile.name) == (name, f"{name}-h200")
+
+
+@pytest.mark.usefixtures("with_brought_configs")
+@pytest.mark.parametrize("given", ["kimi-linear", "nobody/nothing"])
+def test_models_whose_config_nobody_brings(given: str) -> None:
+    with pytest.raises(ProfileError, match=f"--model {given}: its config.json is needed"):
+        estimate(EstimatePlan(Path(given), "h200", 8))
 
 
 def test_an_h20_is_as_fast_as_public_figures_say() -> None:

@@ -1,13 +1,17 @@
 """Profiles without a GPU: made by a roofline."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from prfaas.core.extras import how_to_install
 from prfaas.core.kv.config_fields import ConfigError
 from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
 from prfaas.core.kv.hf_config import read_config, text_fields
+from prfaas.core.kv.published import published_models
 from prfaas.core.latency.profile import Curve, DecodeCurve, Evidence, LatencyProfile, ProfileError
 from prfaas.core.latency.roofline import DECODE_BAND, PREFILL_BAND, Roofline, gpu
 from prfaas.core.latency.work import WEIGHT_FORMATS, WeightFormat, model_work
@@ -23,7 +27,7 @@ class EstimatePlan:
     """What to estimate."""
 
     config: Path
-    """A `config.json`, or a directory with one."""
+    """A `config.json`, a directory with one, a published model's name, or one on the hub."""
     gpu: str
     ranks: int
     """GPUs that share every layer: tensor parallelism."""
@@ -96,6 +100,29 @@ def estimate(plan: EstimatePlan) -> Estimate:
     )
 
 
+def curves_of(profile: LatencyProfile) -> dict[str, tuple[Curve, tuple[float, float]]]:
+    """Its curves, each with its error bar."""
+    found = {"prefill": (profile.prefill, profile.evidence.band or (1.0, 1.0))}
+    if profile.decode is not None:
+        found["decode"] = profile.decode.curve, profile.decode.evidence.band or (1.0, 1.0)
+    return found
+
+
+def beside(estimated: LatencyProfile, measured: LatencyProfile | None) -> dict[str, list[dict[str, float]]]:
+    """By curve, the estimate's times with their error bars, and beside them the measured ones where both are known."""
+    others = {} if measured is None else curves_of(measured)
+    found: dict[str, list[dict[str, float]]] = {}
+    for part, (curve, (low, high)) in curves_of(estimated).items():
+        other = others[part][0] if part in others else None
+        more = other.points if other is not None and part == "decode" else ()
+        for at in sorted({x for x, _ in (*curve.points, *more) if curve.covers(x)}):
+            seconds = curve.at(at)
+            row = {"at": at, "estimated_s": seconds, "low_s": low * seconds, "high_s": high * seconds}
+            row |= {"measured_s": other.at(at)} if other is not None and other.covers(at) else {}
+            found.setdefault(part, []).append(row)
+    return found
+
+
 _Curve = tuple[tuple[float, float], ...]
 
 
@@ -123,12 +150,48 @@ def _points(
 
 def _config(path: Path) -> tuple[Mapping[str, Any], str]:
     """What the file holds, and the model's name: that of its directory."""
-    file = path / "config.json" if path.is_dir() else path
+    file, own = path / "config.json" if path.is_dir() else path, ""
+    if not file.exists() and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path)) and path.suffix != ".json":
+        file, own = _brought(str(path))
     try:
         config = read_config(file)
     except ConfigError as error:
         raise ProfileError(f"--model {error}") from error
-    return config, file.stem if file.stem != "config" else file.absolute().parent.name
+    return config, own or (file.stem if file.stem != "config" else file.absolute().parent.name)
+
+
+def _brought(name: str) -> tuple[Path, str]:
+    """The file of a model that is named, and its name here."""
+    published = {each.name: each for each in published_models()}.get(name.lower())
+    hubs = [name]
+    if published is not None:
+        hubs = _HUB.findall(" ".join(source.origin for source in published.sources))
+    found = next((file for hub in hubs if (file := _brought_config(hub)) is not None), None)
+    if found is None:
+        raise ProfileError(
+            f"--model {name}: its config.json is needed and does not come with aiconfigurator-core "
+            f"({how_to_install('estimate')}); fetch it from the hub, and give the file"
+        )
+    return found, published.name if published is not None else name.rpartition("/")[2].lower()
+
+
+def _brought_config(name: str) -> Path | None:
+    """The `config.json` that aiconfigurator-core brings of a model, by its name on the hub or the part behind the "/".
+
+    Returns:
+        None where it has none, or is not installed.
+    """
+    found = find_spec("aiconfigurator_core")
+    for folder in (found.submodule_search_locations if found is not None else None) or ():
+        for file in sorted(Path(folder, "model_configs").glob("*_config.json")):
+            hub = file.name.removesuffix("_config.json").replace("--", "/", 1).lower()
+            if name.replace("--", "/", 1).lower() in (hub, hub.partition("/")[2]):
+                return file
+    return None
+
+
+# Of the sources of a published model: "aiconfigurator, ORG--NAME_config.json" or "config.json of ORG/NAME".
+_HUB = re.compile(r"(?:aiconfigurator, |config\.json of )([\w.-]+(?:/|--)[\w.-]+?)(?:_config\.json|[\s,;]|$)")
 
 
 def _weights(name: str | None) -> WeightFormat | None:

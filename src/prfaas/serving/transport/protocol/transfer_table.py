@@ -313,8 +313,8 @@ class TransferTable:
     def admit(self, now_s: float) -> None:
         """Give staging to waiting transfers, since some may have become free: in order, background ones last.
 
-        One that fits may pass an older one that does not, until that one has waited for long. No copy of a prefix and no
-        checkpoint may: nobody waits for them.
+        One that fits may pass an older one that does not, until that one has waited for long. Copies of prefixes and
+        checkpoints may not: nobody waits for them.
         """
         while (found := self._next(now_s)) is not None:
             transfer, lease = found
