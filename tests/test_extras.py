@@ -193,7 +193,6 @@ def test_commands_of_the_base_installation(words: list[str]) -> None:
         (["profile", "http://127.0.0.1:9"], "plan"),
         (["doctor", str(EXAMPLES / "local.yaml")], "gateway"),
         (["demo"], "gateway"),
-        (["key", str(EXAMPLES / "local.yaml")], "gateway"),
         (["pool", str(EXAMPLES / "local.yaml"), "home-pool"], "gateway"),
         (["certs", str(EXAMPLES / "local.yaml")], "gateway"),
         (["replay", "http://127.0.0.1:9", "--trace", "x.csv"], "gateway"),
