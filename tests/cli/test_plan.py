@@ -108,19 +108,19 @@ def test_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_a_plot_without_a_sweep(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert run(monkeypatch, "plan", PAPER, "--plot", tmp_path) == 2
-    assert "--plot draws a sweep" in capsys.readouterr().err
+@pytest.mark.slow("draws with matplotlib")
+def test_plots(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    document = planned(monkeypatch, capsys, PAPER, "--plot", tmp_path / "plots")
+    names = [Path(path).name for path in document["plots"]]
+    assert names == [f"paper-{plot}.svg" for plot in ("kv-throughput", "split", "threshold")]
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == sorted(names)
 
 
 def test_plots_where_no_folder_can_be(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    sweep = "clusters[east].instance_count=1:2:2"
-    assert run(monkeypatch, "plan", PAPER, "--sweep", sweep, "--plot", tmp_path / "file" / "plots") == 2
+    assert run(monkeypatch, "plan", PAPER, "--plot", tmp_path / "file" / "plots") == 2
     assert "Not a directory" in capsys.readouterr().err
 
 

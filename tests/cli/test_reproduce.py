@@ -26,13 +26,6 @@ def test_the_page_in_docs_is_current(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert (tmp_path / "page.md").read_text() == PAGE.read_text()
 
 
-@pytest.mark.slow("draws with matplotlib")
-def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert run(monkeypatch, "reproduce", "--plot", tmp_path / "plots") == 0
-    names = sorted(path.name for path in (tmp_path / "plots").iterdir())
-    assert names == [f"paper-{figure}.svg" for figure in ("kv-throughput", "split", "threshold")]
-
-
 def test_numbers_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "reproduce", "--json") == 0
     numbers = {row["key"]: row for row in json.loads(capsys.readouterr().out)["numbers"]}

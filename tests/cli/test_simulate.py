@@ -322,7 +322,7 @@ BAD = {
     ),
     "rows of no format": (
         ["--records", "rows.xls"],
-        "--records: rows.xls: its name must end in .csv or .csv.gz",
+        "--records: rows.xls: its name must end in .csv, .csv.gz or .parquet",
     ),
     "rows nowhere": (["--records", "no/rows.csv"], "--records: there is no directory "),
 }

@@ -195,7 +195,7 @@ def test_no_field_takes_what_it_can_not_be(value: object, tmp_path: Path) -> Non
         assert name in said or "is missing" in said, (place, said)
 
 
-@pytest.mark.parametrize("command", ["worth LOCAL", "model make words", "up LOCAL", "plan PAPER"])
+@pytest.mark.parametrize("command", ["worth LOCAL", "up LOCAL", "plan PAPER"])
 def test_a_package_that_is_missing_is_named(command: str, files: Path) -> None:
     """In a process of its own: what is imported already is not missing."""
     words = shlex.split(command.replace("PAPER", str(PAPER)).replace("LOCAL", str(LOCAL)))

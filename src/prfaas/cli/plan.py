@@ -38,7 +38,7 @@ _GEOMETRIC_RATIO = 30
 @with_options
 def plan(
     deployment: DeploymentPath,
-    plot: Path | None = option(None, "Draw the sweep (SVG) into this folder.", metavar="DIR"),
+    plot: Path | None = option(None, "Draw the plan, or the sweep, into this folder (SVG).", metavar="DIR"),
     sweep: str | None = option(
         None,
         'Plan N times, with values from A to B in one field, e.g. "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50".',
@@ -57,12 +57,10 @@ def plan(
 
     The file needs no servers, only counts, profiles and a workload; the page guides/plan explains fields and results.
 
-    Example: prfaas plan examples/paper.yaml --sweep "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50" --plot plots
+    Example: prfaas plan examples/paper.yaml --plot plots
     """
-    if sweep is None and plot is not None:
-        raise CliError("--plot draws a sweep: it goes with --sweep")
     if sweep is None:
-        _plan(deployment, asked, asked_trace, survive, as_json)
+        _plan(deployment, plot, asked, asked_trace, survive, as_json)
     elif asked.is_given or asked_trace.trace is not None or survive is not None:
         raise CliError("--sweep goes without --pool, --pool-ssd, --pool-rate, --trace and --survive")
     else:
@@ -71,6 +69,7 @@ def plan(
 
 def _plan(
     path: Path,
+    plot: Path | None,
     asked: PoolsAsked,
     asked_trace: TraceAsked,
     survive: LossKind | None,
@@ -80,6 +79,7 @@ def _plan(
     from prfaas.core.planner import make_plan, problem_of, problem_of_trace, range_tokens
     from prfaas.core.planner.survival import losses, reserve_for
     from prfaas.lab.report.plan_bands import doubts
+    from prfaas.lab.report.plan_figures import write_plots
     from prfaas.lab.report.plan_pools import PoolPlan, print_pools
 
     deployment = load_planned(path)
@@ -99,10 +99,12 @@ def _plan(
     if survive is not None and not of_kind:
         raise CliError(f"--survive {survive}: the deployment has no {survive}")
     reserve = reserve_for(problem, result.optimum.lambda_max, of_kind) if of_kind else None
+    written = [] if plot is None else _drawn(write_plots(deployment, problem, result, made_folder(plot)))
     if as_json:
         document = result.to_json() | {"survival": [asdict(each) for each in lost]}
         document |= {} if reserve is None else {"reserve": asdict(reserve)}
         document |= {} if pools is None else {"pools": pools.to_json()}
+        document |= {} if plot is None else {"plots": written}
         print_json(document)
         return
     from prfaas.lab.report.plan import print_plan, print_survival
@@ -111,6 +113,15 @@ def _plan(
     print_survival(console(), result.optimum.lambda_max, lost, reserve)
     if pools is not None:
         print_pools(console(), pools)
+
+
+def _drawn(files: "Iterator[Path]") -> list[str]:
+    """Name each file as it is written."""
+    written = []
+    for file in files:
+        typer.echo(f"wrote {file}", err=True)
+        written.append(str(file))
+    return written
 
 
 def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:

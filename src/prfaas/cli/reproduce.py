@@ -4,14 +4,13 @@ from pathlib import Path
 
 import typer
 
-from prfaas.cli.common import AsJson, check_target, made_folder, print_json, write_text
+from prfaas.cli.common import AsJson, check_target, print_json, write_text
 from prfaas.cli.option_groups import option, with_options
 
 
 @with_options
 def reproduce(
     out: Path | None = option(None, "Write the page there; default: print it.", metavar="FILE"),
-    plot: Path | None = option(None, "Draw Figures 2 and 5 (SVG) into this folder.", metavar="DIR"),
     as_json: AsJson = False,
 ) -> None:
     """Compute Tables 3, 5 and 6 of the paper again: ours beside the paper's, with a reason for every deviation.
@@ -28,9 +27,6 @@ def reproduce(
     page = tables.reproduction_page(result)
     if out is not None:
         write_text(out, page)
-    if plot is not None:
-        for file in own_module("_paper_figures").draw_figures(made_folder(plot)):
-            typer.echo(f"wrote {file}", err=True)
     if as_json:
         print_json({"numbers": [row.to_json() for section in result for row in section.rows]})
     elif out is None:

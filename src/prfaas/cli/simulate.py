@@ -163,7 +163,7 @@ def simulate(
         None, "Write DIR/index.html, one self-contained page with plots.", metavar="DIR"
     ),
     records: Path | None = option(
-        None, "Write a row per request to FILE.csv or FILE.csv.gz.", metavar="FILE"
+        None, "Write a row per request to FILE.csv, FILE.csv.gz or FILE.parquet.", metavar="FILE"
     ),
     as_json: AsJson = False,
 ) -> None:

@@ -6,12 +6,14 @@ The traffic is made up, or a recorded trace, at one rate.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from prfaas.cli.common import CliError, check_target, field_number
 from prfaas.cli.trace_options import beyond
 from prfaas.core.deployment import PlannedDeployment
+from prfaas.core.extras import how_to_install
 from prfaas.core.planner import PlanProblem
 from prfaas.core.scheduling.parameters import PolicyError, Setting, parameters_of
 from prfaas.core.scheduling.policy import make_policy, policy_class
@@ -184,8 +186,12 @@ def _notes(recording: Recording, traffic: ReplayedTraffic, described: dict[str, 
 def check_records(path: Path | None) -> None:
     """Raises CliError, before a long simulation, where `--records` could not be written after it."""
     check_target(path, "--records")
-    if path is not None and not path.name.lower().endswith((".csv", ".csv.gz")):
-        raise CliError(f"--records: {path}: its name must end in .csv or .csv.gz")
+    if path is None:
+        return
+    if not path.name.lower().endswith((".csv", ".csv.gz", ".parquet")):
+        raise CliError(f"--records: {path}: its name must end in .csv, .csv.gz or .parquet")
+    if path.suffix.lower() == ".parquet" and None in map(find_spec, ("pandas", "pyarrow")):
+        raise CliError(f"--records: Parquet needs pyarrow ({how_to_install('records')}); .csv.gz does not")
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, float]:

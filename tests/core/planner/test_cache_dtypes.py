@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from studies._paper_figures import kv_throughput_curves
 
 from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.planner import Plan, make_plan, problem_of
 from prfaas.core.shipped import example_path
+from prfaas.lab.report.plan_figures import kv_throughput_curves
 
 
 def planned(folder: Path, name: str, said: str = "", bandwidth: str = "100 Gbit/s") -> PlannedDeployment:

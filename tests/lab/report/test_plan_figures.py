@@ -7,15 +7,15 @@ from typing import cast
 
 import pytest
 from matplotlib.figure import Figure
-from studies._paper_figures import (
+
+from prfaas.core.planner import OperatingPoint, Plan, Stage
+from prfaas.lab.report.plan_figures import (
     KvThroughputCurve,
     plot_allocation,
     plot_kv_throughput,
     plot_threshold,
     short_tokens,
 )
-
-from prfaas.core.planner import OperatingPoint, Plan, Stage
 from prfaas.lab.report.plan_sweep import PlanSweep
 
 

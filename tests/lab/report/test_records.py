@@ -89,10 +89,14 @@ def test_the_same_results_give_the_same_bytes(tmp_path: Path, results: dict[str,
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_the_file_is_the_data_frame_with_the_policy(tmp_path: Path, results: dict[str, Result]) -> None:
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.parquet"])
+def test_the_file_is_the_data_frame_with_the_policy(
+    tmp_path: Path, results: dict[str, Result], name: str
+) -> None:
     pandas = pytest.importorskip("pandas")
-    write_records(tmp_path / "a.csv.gz", results)
-    read = pandas.read_csv(tmp_path / "a.csv.gz")
+    path = tmp_path / name
+    assert write_records(path, results) == 120
+    read = pandas.read_parquet(path) if path.suffix == ".parquet" else pandas.read_csv(path)
     assert list(read.columns) == COLUMNS and read.e2e_s.isna().sum() == 1
     for policy, result in results.items():
         rows = read[read.policy == policy].drop(columns="policy").reset_index(drop=True)

@@ -1,4 +1,4 @@
-"""A CSV file with a row per simulated request."""
+"""A file with a row per simulated request: CSV or Parquet, by its name."""
 
 import csv
 import gzip
@@ -17,7 +17,7 @@ def write_records(path: Path, results: Mapping[str, Result]) -> int:
     """All requests under the first policy, then under the next. The same results give the same bytes.
 
     Args:
-        path: packed if its name ends in .gz.
+        path: packed if its name ends in .gz; Parquet if it ends in .parquet.
         results: by policy, which is the first column; the others are those of `Result.table`. Times that never came are
             empty.
 
@@ -27,6 +27,9 @@ def write_records(path: Path, results: Mapping[str, Result]) -> int:
     Raises:
         OSError: the file can't be written.
     """
+    if path.suffix.lower() == ".parquet":
+        _write_parquet(path, results)
+        return sum(len(result.arrival_s) for result in results.values())
     with _opened(path) as file:
         writer = csv.writer(file, lineterminator="\n")
         for number, (policy, result) in enumerate(results.items()):
@@ -38,6 +41,17 @@ def write_records(path: Path, results: Mapping[str, Result]) -> int:
             ]
             writer.writerows((policy, *row) for row in zip(*map(_plain, words), strict=True))
     return sum(len(result.arrival_s) for result in results.values())
+
+
+def _write_parquet(path: Path, results: Mapping[str, Result]) -> None:
+    import pandas
+
+    frames = []
+    for policy, result in results.items():
+        frame = result.to_dataframe()
+        frame.insert(0, "policy", policy)
+        frames.append(frame)
+    pandas.concat(frames, ignore_index=True).to_parquet(path, compression="zstd", index=False)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Figures 2 and 5 of the paper, drawn again for its deployment: `prfaas reproduce --plot`."""
+"""The plots of `prfaas plan`: Figures 2 and 5 of the paper for a deployment."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prfaas.core.arrays import FloatArray, np
-from prfaas.core.deployment import PlannedDeployment, load_planned
+from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.kv.model import KvModel
 from prfaas.core.kv.published import published_models
 from prfaas.core.latency.files import load_profile, profile_names
 from prfaas.core.latency.profile import LatencyProfile
-from prfaas.core.planner import KvSize, OperatingPoint, Plan, PlanProblem, make_plan, problem_of
+from prfaas.core.planner import KvSize, OperatingPoint, Plan, PlanProblem
 from prfaas.core.planner.equations import kv_throughput_bits_per_s
 from prfaas.core.planner.two_clusters import best_threshold, evaluate
-from prfaas.core.shipped import example_path
 from prfaas.core.units import KIB, format_bits_per_s
 from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing, svg_file
 
@@ -28,24 +27,30 @@ _THRESHOLD_POINTS = 200
 _CURVE_POINTS = 120
 
 
-def draw_figures(directory: Path) -> Iterator[Path]:
-    """Write them, one file after the other; existing files of the same names are replaced."""
-    deployment = load_planned(example_path("paper"))
-    problem = problem_of(deployment)
-    plan = make_plan(problem)
-    throughput, split, threshold = (
-        directory / f"paper-{each}.svg" for each in ("kv-throughput", "split", "threshold")
-    )
-    plot_kv_throughput(kv_throughput_curves(deployment), throughput)
-    yield throughput
-    best = best_threshold(problem, plan.optimum.n_prefill, plan.service_model)
+def write_plots(
+    deployment: PlannedDeployment, problem: PlanProblem, plan: Plan, directory: Path
+) -> Iterator[Path]:
+    """Write what applies to the deployment, one file after the other. Figure 5 is for two clusters.
+
+    Existing files of the same names are replaced.
+    """
+
+    def path(what: str) -> Path:
+        return directory / f"{deployment.name}-{what}.svg"
+
+    plot_kv_throughput(kv_throughput_curves(deployment), path("kv-throughput"))
+    yield path("kv-throughput")
+    if not problem.is_two_cluster:
+        return
+    threshold_tokens, n_prefill = plan.optimum.threshold_tokens, plan.optimum.n_prefill
     points = evaluate_splits(problem, plan)
-    plot_allocation(
-        points, split, threshold_tokens=plan.optimum.threshold_tokens, best=plan.optimum.n_prefill
-    )
-    yield split
-    plot_threshold(*evaluate_thresholds(problem, best), threshold, best=best)
-    yield threshold
+    plot_allocation(points, path("split"), threshold_tokens=threshold_tokens, best=n_prefill)
+    yield path("split")
+    if threshold_tokens is not None:
+        has_target = problem.ttft_target is not None
+        best = plan.optimum if has_target else best_threshold(problem, n_prefill, plan.service_model)
+        plot_threshold(*evaluate_thresholds(problem, best), path("threshold"), best=best)
+        yield path("threshold")
 
 
 @contextmanager
