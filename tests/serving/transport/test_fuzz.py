@@ -256,6 +256,7 @@ def drain(sock: socket.socket, number: int) -> bool:
         return False
 
 
+@pytest.mark.slow("a connection for each of many examples")
 @FUZZ
 @given(
     first=st.lists(opens, max_size=3),
@@ -300,6 +301,7 @@ def test_a_producer_may_send_anything(
 OBSERVERS = (GATEWAY, CONTROL, TOOLS, "a-pool")
 
 
+@pytest.mark.slow("a connection for each of many examples")
 @FUZZ
 @given(steps=st.lists(st.one_of(controls, data), max_size=25), name=st.sampled_from(OBSERVERS))
 def test_an_observer_may_send_anything(
