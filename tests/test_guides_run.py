@@ -30,14 +30,30 @@ NOT_HERE = {
     "gateway-0.sqlite": "of two gateways: tests/cli/test_worth.py",
     "study spot": "takes minutes: tests/lab/studies",
 }
-# Pages that need nothing but the checkout, and what stands for what a reader has.
-ALONE = ("install", "monitoring", "recipes", "measure-a-profile", "troubleshoot")
+# Pages that need nothing but the checkout.
+ALONE = ("install", "monitoring", "recipes", "measure-a-profile", "../tutorial/3-first-simulation")
 ALONE_NOT_HERE = {
     "profile http": "measures an engine: tests/tools/profiling",
     "--beside": "its config comes with another package",
     "qwen3-next-80b/config.json": "a folder of the reader's: tests/cli/test_profile_estimate.py",
     "prfaas up": "below, and in tests/test_clients_page.py",
     "prfaas demo": "tests/integration/test_demo.py",
+}
+# Pages whose commands another test does.
+ELSEWHERE = {
+    "before-you-buy": "tests/test_before_you_buy.py",
+    "clients": "tests/test_clients_page.py",
+    "console": "tests/test_console_pictures.py",
+    "first-hour-on-gpus": "tests/test_first_hour_page.py",
+    "own-policy": "tests/test_own_policy_page.py",
+    "own-question": "tests/test_own_question.py",
+    "pool": "tests/integration/test_pool.py",
+    "rollout": "tests/serving/engines/test_rollout.py",
+    "several-machines": "tests/serving/engines/test_several_gateways.py",
+    "studies": "tests/lab/studies/test_runs.py",
+    "synthetic-engines": "tests/test_clients_page.py",
+    "two-datacenters": "tests/test_two_datacenters_page.py",
+    "../tutorial/1-first-request": "tests/integration/test_up.py",
 }
 
 
@@ -48,6 +64,13 @@ def written(page: str, not_here: dict[str, str]) -> list[str]:
     fences = "".join(f"```sh\n{each}```\n" for each in fenced)
     found = [shlex.join(["prfaas", *words]) for words in commands_in(fences)]
     return [each for each in found if not any(part in each for part in not_here)]
+
+
+def test_no_page_has_commands_that_nobody_runs() -> None:
+    pages = [path.stem for path in (ROOT / "docs/guides").glob("*.md")]
+    pages += [f"../tutorial/{path.stem}" for path in (ROOT / "docs/tutorial").glob("*.md")]
+    assert {page for page in pages if written(page, {})} == {*LIVE, *ALONE, *ELSEWHERE}
+    assert [test for test in ELSEWHERE.values() if not (ROOT / test).is_file()] == []
 
 
 @pytest.mark.extended("starts what the pages talk of; each of their commands has tests of its own")
@@ -63,7 +86,7 @@ def test_what_people_do_with_a_deployment_that_runs(shell: Path) -> None:
             assert typed(command, shell) or "drain" in command, command
 
 
-@pytest.mark.slow("each command is a process")
+@pytest.mark.extended("each command is a process; each has tests of its own")
 @pytest.mark.parametrize("page", ALONE)
 def test_what_needs_no_deployment(page: str, shell: Path) -> None:
     deployed(shell)

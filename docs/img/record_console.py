@@ -39,7 +39,7 @@ _OFFLOADED = """[...document.querySelectorAll('tr[data-request]')].find((row) =>
 _ROWS = "document.querySelectorAll('tr[data-request]').length"
 
 
-def _deployment(token_file: Path) -> str:
+def _deployment(token_file: Path, ledger: Path) -> str:
     """The example with so few engines that a laptop keeps up with all of them."""
     told = yaml.safe_load((ROOT / "examples" / "synthetic.yaml").read_text())
     for cluster in told["clusters"]:
@@ -50,11 +50,13 @@ def _deployment(token_file: Path) -> str:
                 instance["kv_port"] + 700,
             )
     told["gateway"] |= {"port": _PORT, "admin": {"port": _PORT + 1, "token_file": str(token_file)}}
+    # So that the page can say whether offloading pays.
+    told["gateway"]["ledger"] = {"file": str(ledger)}
     told["name"] = "two-coasts"
     return yaml.safe_dump(told, sort_keys=False)
 
 
-async def _photograph(token: str, folder: Path, load_s: float) -> None:
+async def _photograph(token: str, folder: Path, out: Path, load_s: float) -> None:
     async with chromium_page(folder / "profile") as page:
         await page.open(_CONSOLE)
         await page.until("document.querySelector('#token') !== null")
@@ -66,19 +68,18 @@ async def _photograph(token: str, folder: Path, load_s: float) -> None:
         await page.until(f"{_OFFLOADED} !== undefined", 60)
         await page.run(f"{_OFFLOADED}.querySelector('button.link-like').click()")
         await page.until("document.querySelector('.explained')?.innerText.startsWith('Request')")
-        await _take(page, "console", 1280, 1500, dark=False)
+        await _take(page, out / "console.png", 1280, 1500, dark=False)
         await page.run("document.querySelector('#requests').scrollIntoView()")
-        await _take(page, "console-dark", 1280, 900, dark=True)
+        await _take(page, out / "console-dark.png", 1280, 900, dark=True)
         await page.run("scrollTo(0, 0)")
-        await _take(page, "console-narrow", 390, 844, dark=False)
+        await _take(page, out / "console-narrow.png", 390, 844, dark=False)
 
 
-async def _take(page: Page, name: str, width: int, height: int, *, dark: bool) -> None:
+async def _take(page: Page, path: Path, width: int, height: int, *, dark: bool) -> None:
     await page.resize(width, height)
     await page.scheme(dark)
     # The page measures itself and draws anew.
     await asyncio.sleep(2.0)
-    path = HERE / f"{name}.png"
     await page.screenshot(path)
     # A page has few colours: half the bytes, and nothing to see of it.
     Image.open(path).convert("RGB").quantize(200).save(path, optimize=True)
@@ -88,6 +89,7 @@ def main() -> None:
     """Start, load, photograph, stop."""
     parser = argparse.ArgumentParser(description="Photograph the console of a deployment under load.")
     parser.add_argument("--seconds", type=float, default=60.0, help="of load before the pictures")
+    parser.add_argument("--out", type=Path, default=HERE, help="where they go; default: beside this program")
     options = parser.parse_args()
     if CHROMIUM is None:
         sys.exit(MISSING)
@@ -99,7 +101,7 @@ def main() -> None:
         token_file.write_text(token)
         token_file.chmod(0o600)
         file = folder / "synthetic.yaml"
-        file.write_text(_deployment(token_file))
+        file.write_text(_deployment(token_file, folder / "ledger.sqlite"))
         up = subprocess.Popen(
             [prfaas, "up", file], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -111,9 +113,11 @@ def main() -> None:
             trace = folder / "conversations.jsonl"
             write_requests(trace, take(conversations.chunks(np.random.default_rng(0)), until_s=600))
             load = subprocess.Popen(
-                [prfaas, "replay", _GATEWAY, "--trace", trace], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                [prfaas, "replay", _GATEWAY, "--trace", trace],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
-            asyncio.run(_photograph(token, folder, options.seconds))
+            asyncio.run(_photograph(token, folder, options.out, options.seconds))
         finally:
             for process in (load, up):
                 if process is not None:
