@@ -39,5 +39,5 @@ def test_from_a_config_and_two_gpus_to_a_verdict(page: Page) -> None:
 
     printed = page.run(swept)
     assert printed.count("No break-even from ") == 2
-    assert len(list((page.folder / "plots").glob("*.png"))) == 4
+    assert len(list((page.folder / "plots").glob("*.svg"))) == 4
     assert "TTFT" in page.run(simulated)
