@@ -293,13 +293,13 @@ class IncomingTransfer:
         if self.phase is TransferPhase.WAITING:
             late = now_s - self.opened_at_s > options.limits.staging_wait_s
             return f"staging was full for {options.limits.staging_wait_s:g} s" if late else ""
+        if not self.ended:
+            late = now_s - self.progressed_at_s > options.idle_deadline_s
+            return f"no progress for {options.idle_deadline_s:g} s" if late else ""
         # Its chunks may wait behind another transfer's, so after END the producer's progress counts, not its own.
         heard_at_s = max(session.progressed_at_s, self.progressed_at_s)
-        if self.ended and now_s - heard_at_s > options.limits.progress_deadline_s:
-            return f"no progress for {options.limits.progress_deadline_s:g} s after prefill ended"
-        if now_s - self.progressed_at_s > options.idle_deadline_s:
-            return f"no progress for {options.idle_deadline_s:g} s"
-        return ""
+        late = now_s - heard_at_s > options.limits.progress_deadline_s
+        return f"no progress for {options.limits.progress_deadline_s:g} s after prefill ended" if late else ""
 
     def is_duplicate(self, region: int, start: int, end: int) -> bool:
         """True if the chunk is in place already.
