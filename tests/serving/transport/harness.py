@@ -3,6 +3,7 @@
 import os
 import random
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from prfaas.core.deployment import TransferLimits
 from prfaas.serving.transport.io.greeting import ServerHandshake
 from prfaas.serving.transport.io.receiver import Receiver
 from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.sockets import receive_exactly
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.io.tls_identity import TlsIdentity
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
@@ -28,7 +30,14 @@ from prfaas.serving.transport.protocol.ticket import (
     TransferClass,
     prompt_digest,
 )
-from prfaas.serving.transport.protocol.wire import TransferPhase, TransferStatus
+from prfaas.serving.transport.protocol.wire import (
+    HEADER_BYTES,
+    Header,
+    TransferPhase,
+    TransferStatus,
+    parse_control,
+    unpack_header,
+)
 
 KEY = bytes(range(32))
 FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}
@@ -252,6 +261,16 @@ def make_sender(
     )
     sender.start()
     return sender
+
+
+def receive_control(sock: socket.socket) -> tuple[Header, dict[str, Any]]:
+    """The next control frame of a plain connection."""
+    raw = bytearray(HEADER_BYTES)
+    receive_exactly(sock, memoryview(raw))
+    header = unpack_header(raw)
+    payload = bytearray(header.length_bytes)
+    receive_exactly(sock, memoryview(payload))
+    return header, parse_control(header, payload)
 
 
 def server_handshake(name: str, tls: TlsIdentity | None = None) -> ServerHandshake:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.io.sockets import receive_control
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
 from prfaas.serving.transport.protocol.outgoing import SendPhase
@@ -30,6 +29,7 @@ from .harness import (
     make_receiver,
     make_sender,
     make_ticket,
+    receive_control,
     server_handshake,
     with_options,
 )

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.serving.transport.harness import await_true
+from tests.serving.transport.harness import await_true, receive_control
 
 from prfaas.core.deployment.field_types import NAME_PATTERN
 from prfaas.serving.transport.io.greeting import ServerHandshake, greet
 from prfaas.serving.transport.io.peer_layouts import PeerLayouts
 from prfaas.serving.transport.io.receiver import Receiver
 from prfaas.serving.transport.io.sender import Sender
-from prfaas.serving.transport.io.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.io.sockets import ConnectionEnded
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.protocol import fingerprint
 from prfaas.serving.transport.protocol.fingerprint import fingerprint_difference

@@ -110,16 +110,6 @@ _MAX_PACKET_BYTES = 64 << 10
 _MAX_PIECES = 1024
 
 
-class ByteStream(Protocol):
-    """The part of a blocking socket that a handshake uses."""
-
-    def sendall(self, data: bytes, /) -> None: ...
-
-    def recv_into(self, buffer: memoryview, nbytes: int = ..., flags: int = ..., /) -> int: ...
-
-    def settimeout(self, value: float | None, /) -> None: ...
-
-
 class ConnectionEnded(ConnectionError):
     """The peer closed the connection, or it was shut down on this side."""
 
@@ -221,7 +211,7 @@ def set_unsent_limit(sock: socket.socket, nbytes: int | None) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes or 0)
 
 
-def receive_exactly(sock: ByteStream, view: memoryview, deadline_s: float | None = None) -> None:
+def receive_exactly(sock: socket.socket, view: memoryview, deadline_s: float | None = None) -> None:
     """Fill `view`.
 
     Args:
@@ -305,7 +295,7 @@ def drain(sock: socket.socket, deadline_s: float) -> None:
             limit(sock, deadline_s)
 
 
-def limit(sock: ByteStream, deadline_s: float) -> None:
+def limit(sock: socket.socket, deadline_s: float) -> None:
     """Let the next call on the socket end at `deadline_s`, by `time.monotonic`.
 
     Raises:
@@ -315,31 +305,6 @@ def limit(sock: ByteStream, deadline_s: float) -> None:
     if left_s <= 0:
         raise TimeoutError("the deadline has passed")
     sock.settimeout(left_s)
-
-
-def receive_control(
-    sock: ByteStream, deadline_s: float | None = None, max_bytes: int = 1 << 20
-) -> tuple[Header, dict[str, object]]:
-    """One whole control frame, during the handshake.
-
-    Args:
-        sock: a blocking socket.
-        deadline_s: see `receive_exactly`.
-        max_bytes: a longer payload is refused before it is read.
-
-    Raises:
-        WireError: it is not a control frame, or too long.
-        ConnectionEnded: the stream ends first.
-        OSError: the connection is broken, or the deadline has passed.
-    """
-    raw = bytearray(HEADER_BYTES)
-    receive_exactly(sock, memoryview(raw), deadline_s)
-    header = unpack_header(raw)
-    if header.length_bytes > max_bytes:
-        raise WireError(f"{header.kind.name} frame of {header.length_bytes} bytes has no place here")
-    payload = bytearray(header.length_bytes)
-    receive_exactly(sock, memoryview(payload), deadline_s)
-    return header, parse_control(header, payload)
 
 
 def send_pieces(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
