@@ -315,7 +315,7 @@ class Producer(Process):
         self.wake()
         self.world.check()
 
-    # Through OutgoingTransfer: `TransferQueue`
+    # The engine
 
     def put(
         self, transfer: OutgoingTransfer, region: int, offset: int, source: ChunkSource, *, urgent: bool

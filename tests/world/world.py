@@ -182,7 +182,8 @@ class World:
         is_last: bool = False,
     ) -> OutgoingTransfer:
         now_s = self.events.now_s
-        transfer = producer.queue.open(transfer_id, offer, service, owner, engine=producer, now_s=now_s)
+        transfer = OutgoingTransfer(transfer_id, offer, service, owner)
+        producer.queue.open(transfer, now_s)
         producer.transfers.append(transfer)
         content = [self.rng.randbytes(size) for size in offer.regions]
         self.sent[transfer_id] = Sent(producer, transfer, content, now_s, offer.ticket, is_last)

@@ -37,7 +37,7 @@ class ControlJob:
         return owner is not None and owner.phase is SendPhase.OPENING and self.kind is FrameType.OPEN
 
 
-NOBODY = OutgoingTransfer.failed(NO_TRANSFER, Offer("", ()), "no transfer")
+NOBODY = OutgoingTransfer(NO_TRANSFER, Offer("", ()))
 """Stands for the transfer of frames that belong to none."""
 _FILLER_CHARS = 60_000
 FILLER = ControlJob(

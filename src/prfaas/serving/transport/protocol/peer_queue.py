@@ -17,7 +17,6 @@ from prfaas.serving.transport.protocol.in_flight import (
     gauges_of,
 )
 from prfaas.serving.transport.protocol.liveness import TcpInfo, heartbeat_period_s
-from prfaas.serving.transport.protocol.offer import Offer
 from prfaas.serving.transport.protocol.options import Peer, SenderOptions
 from prfaas.serving.transport.protocol.outgoing import (
     Carrier,
@@ -26,11 +25,9 @@ from prfaas.serving.transport.protocol.outgoing import (
     PeerAnswer,
     QueueLoad,
     SendPhase,
-    TransferQueue,
 )
 from prfaas.serving.transport.protocol.pacing import LinkPacer
 from prfaas.serving.transport.protocol.peer_liveness import PeerLiveness
-from prfaas.serving.transport.protocol.ticket import DEFAULT_CLASS, TransferClass
 from prfaas.serving.transport.protocol.wire import (
     END_REGION,
     FrameType,
@@ -101,34 +98,22 @@ class PeerQueue:
 
     # The engine's calls
 
-    def open(
-        self,
-        transfer_id: bytes,
-        offer: Offer,
-        service: TransferClass = DEFAULT_CLASS,
-        owner: OutgoingTransfer | None = None,
-        *,
-        engine: TransferQueue,
-        now_s: float,
-    ) -> OutgoingTransfer:
-        """Begin a transfer, or a checkpoint of `owner`. One that cannot be opened is FAILED, with the reason.
-
-        `engine`: by which the engine uses this queue.
-        """
-        transfer = OutgoingTransfer(engine, transfer_id, offer, now_s, service, next(self._numbers))
-        transfer.owner = owner
+    def open(self, transfer: OutgoingTransfer, now_s: float) -> None:
+        """Begin a transfer. One that cannot be opened is FAILED, with the reason."""
         try:
             frame = transfer.open_frame()
+            reason = "the sender is closed" if self.closing else self.rejection
         except WireError as error:
-            return OutgoingTransfer.failed(transfer_id, offer, str(error))
-        reason = "the sender is closed" if self.closing else self.rejection
-        if transfer_id in self._transfers:
+            reason = str(error)
+        if transfer.transfer_id in self._transfers:
             reason = "this transfer is open already"
         if reason:
-            return OutgoingTransfer.failed(transfer_id, offer, reason)
+            transfer.fail(reason)
+            return
+        transfer.begin(now_s, next(self._numbers))
         if not self._transfers:
             self._liveness.begin(now_s)
-        self._transfers[transfer_id] = transfer
+        self._transfers[transfer.transfer_id] = transfer
         self._filler_frames = 0
         self._counters["opened"] += 1
         self._controls.open(transfer, frame)
@@ -136,13 +121,20 @@ class PeerQueue:
         # All: from now on each connection also sends its heartbeats.
         self.ready = _ALL
         self.work += 1
-        return transfer
 
     def put(
         self, transfer: OutgoingTransfer, region: int, offset: int, source: ChunkSource, *, urgent: bool
     ) -> None:
-        """Queue bytes of a transfer, as `OutgoingTransfer.put`."""
-        end = offset + source.nbytes
+        """Queue all bytes of `source` for [offset, offset + source.nbytes) of `region`; urgent ones leave first.
+
+        Raises:
+            ValueError: outside the region, or over bytes that were put already.
+        """
+        end, sizes = offset + source.nbytes, transfer.region_bytes
+        if not 0 <= region < len(sizes):
+            raise ValueError(f"region {region} is not one of the {len(sizes)} announced")
+        if offset < 0 or end > sizes[region]:
+            raise ValueError(f"bytes {offset}..{end} lie outside region {region} of {sizes[region]} bytes")
         if transfer.phase.terminal or end == offset:
             return
         if transfer.coverage[region].overlap_bytes(offset, end):
@@ -155,7 +147,7 @@ class PeerQueue:
         self.ready += 1 + chunk.nbytes // self._options.min_chunk_bytes
 
     def end(self, transfer: OutgoingTransfer, now_s: float) -> None:
-        """Record the end of the prefill, as `OutgoingTransfer.end`."""
+        """Record the end of a prefill: its END overtakes queued data; missing bytes may still be put. Idempotent."""
         if transfer.phase.terminal or transfer.ended:
             return
         transfer.ends(now_s, self._pacer.pace_bits_per_s or _UNPACED_BITS_PER_S)
@@ -165,7 +157,7 @@ class PeerQueue:
             self.ready += 1
 
     def abort(self, transfer: OutgoingTransfer, reason: str, now_s: float) -> None:
-        """Give a transfer up, as `OutgoingTransfer.abort`."""
+        """Give a transfer up: its chunks are dropped, an ABORT goes to the consumer. Idempotent."""
         self._fail(transfer, reason, now_s)
 
     def fill(self, nbytes: int, now_s: float) -> None:
@@ -367,23 +359,23 @@ class PeerQueue:
         done = transfer.end_acked and transfer.acked_bytes == transfer.total_bytes
         if done and not transfer.phase.terminal:
             self._counters["completed"] += 1
-            self._finish(transfer, SendPhase.COMPLETE, now_s)
+            transfer.phase = SendPhase.COMPLETE
+            self._finish(transfer, now_s)
 
     def _fail(
         self, transfer: OutgoingTransfer, reason: str, now_s: float, *, notify_peer: bool = True
     ) -> None:
         if transfer.phase.terminal:
             return
-        transfer.reason = reason
+        transfer.fail(reason)
         self._counters["failed"] += 1
-        self._finish(transfer, SendPhase.FAILED, now_s)
+        self._finish(transfer, now_s)
         if notify_peer:
             self._controls.abort(transfer)
             self.ready += 1
 
-    def _finish(self, transfer: OutgoingTransfer, phase: SendPhase, now_s: float) -> None:
-        """Forget everything about the transfer, so that its sources are not kept alive."""
-        transfer.phase = phase
+    def _finish(self, transfer: OutgoingTransfer, now_s: float) -> None:
+        """Forget everything about a transfer that is over, so that its sources are not kept alive."""
         del self._transfers[transfer.transfer_id]
         transfer.queued.clear()
         self._controls.forget(transfer)
