@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import TransferLimits
 from prfaas.serving.transport.protocol.handshake import ROLE_PRODUCER, PeerIdentity
-from prfaas.serving.transport.protocol.incoming import ChunkPlace, IncomingTransfer, ProducerSession
+from prfaas.serving.transport.protocol.incoming import (
+    ChunkPlace,
+    IncomingTransfer,
+    ProducerFrame,
+    ProducerSession,
+)
 from prfaas.serving.transport.protocol.liveness import (
     HEARTBEAT_BYTES,
     LONGEST_LOOK_S,
@@ -176,7 +181,15 @@ class Accepted:
             self._find_place(header)
         elif header.kind in _TRANSFER_FRAMES:
             body = parse_control(header, frame[HEADER_BYTES:])
-            table.take_frame(self.session, self, header, body, now_s=now_s, unix_s=world.unix_s)
+            came = ProducerFrame(
+                session=self.session,
+                connection=self,
+                header=header,
+                body=body,
+                now_s=now_s,
+                unix_s=world.unix_s,
+            )
+            table.take_frame(came)
             world.check(header.transfer_id)
         elif header.kind is FrameType.PING:
             self.post(pong(header))

@@ -3,6 +3,7 @@
 import pytest
 
 from prfaas.serving.transport.protocol.handshake import ROLE_PRODUCER, PeerIdentity
+from prfaas.serving.transport.protocol.incoming import ProducerFrame
 from prfaas.serving.transport.protocol.ticket import Ticket
 from prfaas.serving.transport.protocol.transfer_table import TransferTable
 from prfaas.serving.transport.protocol.wire import HEADER_BYTES, FrameType, Header, unpack_header
@@ -110,12 +111,14 @@ class Table:
         heard = Heard()
         session = self.table.connected(PeerIdentity(producer, ROLE_PRODUCER, "s"), heard)
         self.table.take_frame(
-            session,
-            heard,
-            Header(FrameType.OPEN, ticket.transfer_id, 0, 0, 0, 0),
-            {"ticket": ticket.seal(KEY), "regions": [tokens]},
-            now_s=now_s,
-            unix_s=1.0,
+            ProducerFrame(
+                session=session,
+                connection=heard,
+                header=Header(FrameType.OPEN, ticket.transfer_id, 0, 0, 0, 0),
+                body={"ticket": ticket.seal(KEY), "regions": [tokens]},
+                now_s=now_s,
+                unix_s=1.0,
+            )
         )
         return heard.kinds
 

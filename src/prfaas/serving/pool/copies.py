@@ -116,7 +116,7 @@ class PrefixCopies:
         self._arrivals = arrivals
         self._asked = asked
         self._sources = sources
-        self._staging_bytes = arrivals.staging_bytes
+        self._staging_bytes = arrivals.table.staging_bytes
         self._slots = {
             False: asyncio.Semaphore(_COPIES_AT_ONCE),
             True: asyncio.Semaphore(_BACKGROUND_AT_ONCE),

@@ -35,6 +35,7 @@ from prfaas.serving.transport.protocol.sealing import (
     SEALED_HEADER_BYTES,
     TAG_BYTES,
     ForgedFrameError,
+    Scratch,
     Sealing,
 )
 from prfaas.serving.transport.protocol.wire import (
@@ -95,7 +96,7 @@ class SenderConnection:
         self._tls = tls
         self._sealing: Sealing | None = None
         self._options = options
-        self._buffer = bytearray()
+        self._buffer = Scratch()
         self._compressor = ChunkCompressor(time.thread_time) if queue.peer.compressed else None
         self._pace_bits_per_s: float | None = None
         self._sock: socket.socket | None = None
@@ -338,9 +339,7 @@ class SenderConnection:
                 self.queue.read_done(chunk)
 
     def _copied(self, chunk: Chunk) -> list[memoryview]:
-        if len(self._buffer) < chunk.nbytes:
-            self._buffer = bytearray(chunk.nbytes)
-        payload = memoryview(self._buffer)[: chunk.nbytes]
+        payload = self._buffer.of(chunk.nbytes)
         chunk.source.read_into(chunk.start - chunk.base, payload)
         return [payload]
 

@@ -141,11 +141,7 @@ def choose_congestion_control(sock: socket.socket, wanted: str | None) -> str:
     Returns:
         The congestion control that is in use.
     """
-    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES).ljust(
-        _TCP_INFO_BYTES, b"\x00"
-    )
-    least_rtt_s = int(_U32.unpack_from(raw, _MIN_RTT)[0]) / 1e6
-    if wanted is not None and least_rtt_s > LONG_PATH_RTT_S:
+    if wanted is not None and read_tcp_info(sock).least_rtt_s > LONG_PATH_RTT_S:
         # Where the kernel lacks it or forbids it the default serves, and the return value says so.
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, wanted.encode())

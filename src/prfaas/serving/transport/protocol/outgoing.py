@@ -5,7 +5,6 @@ promise to deliver them. Order of the parts below: chunk, then transfer.
 """
 
 import enum
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -160,37 +159,6 @@ class Carrier(Paced, Protocol):
         """The largest chunk to cut for it at its present rate."""
 
     def shut(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLoad:
-    """Load of a queue."""
-
-    queued_bytes: int
-    """Produced and not acknowledged yet."""
-    waiting_bytes: int
-    """Of `queued_bytes`: those held back until the consumer has room."""
-    background_bytes: int
-    """Of `queued_bytes`: those of background transfers."""
-    open_bytes: int
-    """`queued_bytes`, and bytes that the open transfers have still to produce."""
-    acked_bytes_total: int
-    """Acknowledged since the start; only grows."""
-    connections_up: int
-
-    @classmethod
-    def of(
-        cls, transfers: Collection[OutgoingTransfer], acked_bytes_total: int, connections_up: int
-    ) -> "QueueLoad":
-        """Sum the open transfers of a queue."""
-        return cls(
-            queued_bytes=sum(t.put_bytes - t.acked_bytes for t in transfers),
-            waiting_bytes=sum(t.waiting_bytes for t in transfers),
-            background_bytes=sum(t.put_bytes - t.acked_bytes for t in transfers if t.service.background),
-            open_bytes=sum(t.total_bytes - t.acked_bytes for t in transfers),
-            acked_bytes_total=acked_bytes_total,
-            connections_up=connections_up,
-        )
 
 
 class PeerAnswer(enum.Enum):

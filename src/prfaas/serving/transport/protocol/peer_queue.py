@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from prfaas.serving.transport.protocol.outgoing import (
     Chunk,
     OutgoingTransfer,
     PeerAnswer,
-    QueueLoad,
     SendPhase,
 )
 from prfaas.serving.transport.protocol.pacing import LinkPacer
@@ -80,6 +79,20 @@ class PeerQueue:
     @property
     def busy(self) -> bool:
         return bool(self._transfers)
+
+    @property
+    def transfers(self) -> Collection[OutgoingTransfer]:
+        """The open ones."""
+        return self._transfers.values()
+
+    @property
+    def acked_bytes(self) -> int:
+        """Acknowledged since the start; only grows."""
+        return self._counters["acked_bytes"]
+
+    @property
+    def connections_up(self) -> int:
+        return len(self._windows)
 
     @property
     def rejection(self) -> str:
@@ -339,10 +352,6 @@ class PeerQueue:
         for transfer in list(self._transfers.values()):
             self._fail(transfer, "the sender shuts down", now_s)
         self.ready = _ALL
-
-    def load(self) -> QueueLoad:
-        """The queue's load; cheap enough for ten calls a second."""
-        return QueueLoad.of(self._transfers.values(), self._counters["acked_bytes"], len(self._windows))
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as observers get them."""

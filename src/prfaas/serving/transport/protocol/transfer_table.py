@@ -16,6 +16,7 @@ from prfaas.serving.transport.protocol.incoming import (
     FrameSink,
     IncomingTransfer,
     OpenCheck,
+    ProducerFrame,
     ProducerSession,
 )
 from prfaas.serving.transport.protocol.options import ReceiverOptions
@@ -237,59 +238,41 @@ class TransferTable:
 
     # Frames of a producer
 
-    def take_frame(
-        self,
-        session: ProducerSession,
-        connection: FrameSink,
-        header: Header,
-        body: Mapping[str, Any],
-        *,
-        now_s: float,
-        unix_s: float,
-    ) -> None:
-        """Take an OPEN, END or ABORT of a producer; `unix_s`: the world's time now, which tickets expire by.
+    def take_frame(self, frame: ProducerFrame) -> None:
+        """Take an OPEN, END or ABORT of a producer.
 
         Raises:
             WireError: no honest producer would send it.
         """
-        if header.kind is FrameType.OPEN:
-            self._open(session, connection, header, body, now_s=now_s, unix_s=unix_s)
-        elif header.kind is FrameType.END:
-            self._end(session, connection, header, body, now_s)
+        if frame.header.kind is FrameType.OPEN:
+            self._open(frame)
+        elif frame.header.kind is FrameType.END:
+            self._end(frame)
         else:
-            self._aborted(session, header, body, now_s)
+            self._aborted(frame)
 
-    def _open(
-        self,
-        session: ProducerSession,
-        connection: FrameSink,
-        header: Header,
-        body: Mapping[str, Any],
-        *,
-        now_s: float,
-        unix_s: float,
-    ) -> None:
+    def _open(self, frame: ProducerFrame) -> None:
         """Accept, queue for staging, or refuse with a sentence."""
-        transfer_id, resumes = header.transfer_id, body.get("resume") is True
+        transfer_id, resumes, now_s = frame.transfer_id, frame.body.get("resume") is True, frame.now_s
         live = self._transfers.get(transfer_id)
         over = self._tombstones.get(transfer_id)
-        known = live if live is not None and live.session.same(session) else None
+        known = live if live is not None and live.session.same(frame.session) else None
         whole = resumes and live is None and over is not None and over.phase is TransferPhase.COMPLETE
         if known is not None or whole:
             # Sent again after a lost connection; one that waits for staging is answered when it is admitted.
             if known is None or known.phase is not TransferPhase.WAITING:
-                connection.post(pack_control(FrameType.ACCEPT, transfer_id))
+                frame.connection.post(pack_control(FrameType.ACCEPT, transfer_id))
             return
         try:
             if resumes and live is None and over is None:
                 raise WireError(f"{self._name} does not know the transfer: it was restarted")
             if live is not None or over is not None:
                 raise WireError("this transfer id was used already")
-            transfer = self._open_check.transfer(session, transfer_id, body, now_s, unix_s)
+            transfer = self._open_check.transfer(frame)
             self._check_room(transfer)
         except ValueError as error:
-            self._counters["refused"] += not body.get("checkpoint")
-            connection.post(refuse(transfer_id, str(error)))
+            self._counters["refused"] += not frame.body.get("checkpoint")
+            frame.connection.post(refuse(transfer_id, str(error)))
             if live is None and over is None and not isinstance(error, ForeignTicketError):
                 self.report(transfer_id, TransferStatus.refused(str(error)), now_s)
             return
@@ -399,23 +382,17 @@ class TransferTable:
             place.transfer.unpin(place, verified=False, now_s=now_s)
             self.admit(now_s)
 
-    def _end(
-        self,
-        session: ProducerSession,
-        connection: FrameSink,
-        header: Header,
-        body: Mapping[str, Any],
-        now_s: float,
-    ) -> None:
+    def _end(self, frame: ProducerFrame) -> None:
         """The prefill is over at the producer; chunks may still be on their way."""
-        total = count_field(body, "total_bytes", MAX_TRANSFER_BYTES)
-        overlapped = count_field(body, "overlapped_bytes", MAX_TRANSFER_BYTES)
+        header, now_s = frame.header, frame.now_s
+        total = count_field(frame.body, "total_bytes", MAX_TRANSFER_BYTES)
+        overlapped = count_field(frame.body, "overlapped_bytes", MAX_TRANSFER_BYTES)
         transfer = self._transfers.get(header.transfer_id)
         if transfer is None:
-            connection.post(self._tombstones.answer(header))
+            frame.connection.post(self._tombstones.answer(header))
             return
-        if not transfer.session.same(session):
-            raise WireError(f"{session.name} sent END of another producer's transfer")
+        if not transfer.session.same(frame.session):
+            raise WireError(f"{frame.session.name} sent END of another producer's transfer")
         if total != transfer.total_bytes or overlapped > total:
             reason = f"END says {overlapped} of {total} bytes, the transfer has {transfer.total_bytes}"
             self._fail(transfer, reason, now_s)
@@ -424,20 +401,18 @@ class TransferTable:
             transfer.end(overlapped)
             transfer.session.progressed_at_s = now_s
         self._complete_if_done(transfer, now_s)
-        connection.post(ack(header))
+        frame.connection.post(ack(header))
 
-    def _aborted(
-        self, session: ProducerSession, header: Header, body: Mapping[str, Any], now_s: float
-    ) -> None:
-        reason = text_field(body, "reason")
-        transfer = self._transfers.get(header.transfer_id)
-        if transfer is None and self._tombstones.get(header.transfer_id) is None:
+    def _aborted(self, frame: ProducerFrame) -> None:
+        reason = f"producer aborted: {text_field(frame.body, 'reason')}"
+        transfer = self._transfers.get(frame.transfer_id)
+        if transfer is None and self._tombstones.get(frame.transfer_id) is None:
             # It replaces its OPEN, or has overtaken it on another connection.
-            self.report(header.transfer_id, TransferStatus.refused(f"producer aborted: {reason}"), now_s)
+            self.report(frame.transfer_id, TransferStatus.refused(reason), frame.now_s)
         # An ABORT that crossed the last byte changes nothing.
-        if transfer is None or not transfer.session.same(session) or transfer.phase.terminal:
+        if transfer is None or not transfer.session.same(frame.session) or transfer.phase.terminal:
             return
-        self._fail(transfer, f"producer aborted: {reason}", now_s, notify_producer=False, how="broken")
+        self._fail(transfer, reason, frame.now_s, notify_producer=False, how="broken")
 
     # Observers
 
