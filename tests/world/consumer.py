@@ -236,8 +236,8 @@ class Accepted:
             return
         to_client, to_server = self._connection.to_client, self._connection.to_server
         info = kernel_counters(to_client.arrived_bytes, to_server.arrived_bytes, to_client.in_flight)
-        found = self.liveness.look(info, now_s, elapsed_s, LIMITS, inside_frame=inside_frame)
-        if self.liveness.received_bytes > HEARTBEAT_BYTES:
+        found = self.liveness.check(info, now_s, elapsed_s, LIMITS, inside_frame=inside_frame)
+        if self.liveness.new_bytes > HEARTBEAT_BYTES:
             self.session.progressed_at_s = now_s
         if isinstance(found, str):
             self._trouble = found
@@ -402,7 +402,7 @@ class Consumer(Process):
 
     def _read(self, transfer_id: bytes) -> None:
         """Read while it arrives, by the engine or by a sibling's process."""
-        transfer = self.table.arriving(transfer_id)
+        transfer = self.table.live(transfer_id)
         if transfer is None or transfer.lease is None:
             return
         lease = transfer.lend(lambda: None)

@@ -309,7 +309,7 @@ def test_a_watcher_that_comes_late_is_told_at_once(world: World) -> None:
         transfer.put(2, 0, BytesSource(content[2]))
         await asyncio.to_thread(world.await_received, ticket, 3000)
         wait = asyncio.create_task(observer.wait(ticket.transfer_id, 60, 60.0, told.append))
-        while not observer.connected:
+        while observer._writer is None:
             await asyncio.sleep(0.01)
         await observer.stats()
         assert [status.soon for status in told] == [True]

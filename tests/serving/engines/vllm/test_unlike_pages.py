@@ -441,7 +441,7 @@ def test_of_a_broken_transfer_whole_blocks_of_the_decode_engine_are_loaded(
             if transfer is None or transfer.lease is None:
                 return False
             layouts = pair.receiver.transfers.table._open_check.layout
-            return usable_tokens == region_layout.usable_tokens(layouts, ticket, transfer.covered_end)
+            return usable_tokens == region_layout.resume_points(layouts, ticket, transfer.covered_end).tokens
 
         pair.until(has_come)
         pair.sender.close()

@@ -124,8 +124,10 @@ class ReceivedTransfers:
         completes or fails, by the thread that knows of it: it must not block, nor call this object.
         """
         with self as table:
-            transfer = table.arriving(transfer_id)
-            return None if transfer is None else Arrival(self, transfer, on_change)
+            transfer = table.live(transfer_id)
+            if transfer is None or transfer.lease is None:
+                return None
+            return Arrival(self, transfer, on_change)
 
     def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
         """As of the table."""

@@ -50,6 +50,7 @@ from prfaas.serving.transport.protocol.wire import (
     Header,
     RunningChecksum,
     WireError,
+    checksum,
     nack,
     pack_control,
     parse_control,
@@ -134,7 +135,7 @@ class ReceiverConnection:
         self._liveness = ProducerLiveness()
         self._session: ProducerSession | None = None
         self._trouble = ""
-        self._header = bytearray(HEADER_BYTES)
+        self._header = bytearray(SEALED_HEADER_BYTES)
         self._scratch = Scratch()
         self._bulk = BulkReader(sock)
         self._watched: set[bytes] = set()
@@ -220,8 +221,8 @@ class ReceiverConnection:
             info = read_tcp_info(self._sock)
         except OSError:
             return
-        found = liveness.look(info, now_s, elapsed_s, self._options.limits, inside_frame=self._inside_frame)
-        if self._session is not None and liveness.received_bytes > HEARTBEAT_BYTES:
+        found = liveness.check(info, now_s, elapsed_s, self._options.limits, inside_frame=self._inside_frame)
+        if self._session is not None and liveness.new_bytes > HEARTBEAT_BYTES:
             # On a slow link it takes a while until a chunk is whole.
             self._session.progressed_at_s = now_s
         if isinstance(found, str):
@@ -322,12 +323,12 @@ class ReceiverConnection:
                     self._wait_for_outbox()
         finally:
             with self._transfers as table:
-                table.unwatch(self, self._watched)
+                table.watchers.remove(self, self._watched)
 
     def _watch(self, transfer_id: bytes, lead_s: float) -> None:
         with self._transfers as table:
             if len(self._watched) >= _MAX_WATCHED:
-                self._watched = {each for each in self._watched if table.is_watching(self, each)}
+                self._watched = {each for each in self._watched if table.watchers.has(self, each)}
             if len(self._watched) >= _MAX_WATCHED:
                 raise WireError(f"an observer may watch {_MAX_WATCHED} transfers at once")
             self._watched.add(transfer_id)
@@ -355,23 +356,24 @@ class ReceiverConnection:
 
     def _next_header(self) -> Header:
         """The next frame's header, of a frame that this peer may send."""
-        if self.sealing is None:
-            receive_exactly(self._sock, memoryview(self._header))
-            header = unpack_header(self._header)
-        else:
-            sealed = bytearray(SEALED_HEADER_BYTES)
-            receive_exactly(self._sock, memoryview(sealed))
-            header = unpack_header(self.sealing.opener.open_header(sealed))
+        opener = None if self.sealing is None else self.sealing.opener
+        raw = memoryview(self._header)[: HEADER_BYTES if opener is None else SEALED_HEADER_BYTES]
+        receive_exactly(self._sock, raw)
+        header = unpack_header(raw if opener is None else opener.open_header(raw))
         if header.kind not in self._permitted:
             raise WireError(f"{self._whom()} may not send {header.kind.name}")
         return header
 
     def _body(self, header: Header) -> dict[str, Any]:
-        if self.sealing is None or header.length_bytes == 0:
-            payload = self._scratch.of(header.length_bytes)
-            self._read_payload([payload])
-            return parse_control(header, payload)
-        return parse_control(header, self.sealing.opener.open_payload(self._read_sealed(header)))
+        return parse_control(header, self._payload(header))
+
+    def _payload(self, header: Header) -> memoryview:
+        """A whole payload, unchecked where it is not sealed; valid until the next frame."""
+        if self.sealing is not None and header.length_bytes:
+            return memoryview(self.sealing.opener.open_payload(self._read_sealed(header)))
+        payload = self._scratch.of(header.length_bytes)
+        self._read_payload([payload])
+        return payload
 
     def _read_sealed(self, header: Header) -> memoryview:
         sealed = self._scratch.of(header.length_bytes + TAG_BYTES)
@@ -390,8 +392,9 @@ class ReceiverConnection:
         """Move a chunk's bytes from the wire into staging; its header has been read."""
         payload = None
         if header.flags & COMPRESSED:
-            payload = self._compressed_payload(header)
-            if payload is None:
+            payload = self._payload(header)
+            is_checked = self.sealing is None and not header.flags & UNCHECKED
+            if is_checked and checksum(payload) != header.checksum:
                 # Even its length may be damaged, so it has no place.
                 self.post(nack(header))
                 return
@@ -421,13 +424,6 @@ class ReceiverConnection:
         # 4. Record them and answer: ACK, or NACK for damaged ones. The last chunk completes the transfer.
         with self._transfers as table:
             table.finish_chunk(place, time.monotonic(), verified=verified)
-
-    def _compressed_payload(self, header: Header) -> memoryview | None:
-        """The payload of a compressed chunk, which says how long that is; None: it is damaged."""
-        if self.sealing is not None:
-            return memoryview(self.sealing.opener.open_payload(self._read_sealed(header)))
-        payload = self._scratch.of(header.length_bytes)
-        return payload if self._read_checked(header, [payload]) else None
 
     def _read_checked(self, header: Header, pieces: list[memoryview]) -> bool:
         """Read a chunk; returns whether its checksum fits."""

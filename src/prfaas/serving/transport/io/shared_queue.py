@@ -122,7 +122,7 @@ class SentTransfer(OutgoingTransfer):
         """Give up: the transfer is FAILED, its chunks are dropped, an ABORT goes to the consumer. Idempotent."""
         if self._shared is not None:
             with self._shared as queue:
-                queue.abort(self, reason, time.monotonic())
+                queue.fail(self, reason, time.monotonic())
 
     def recall(self, timeout_s: float) -> None:
         """Wait until memory that sources have shown so far is no longer in use.

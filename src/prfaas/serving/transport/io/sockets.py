@@ -12,21 +12,11 @@ import sys
 import termios
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 from prfaas.core.deployment import TransferLimits
 from prfaas.core.link.samples import ArrivalReport
 from prfaas.serving.transport.protocol.liveness import TcpInfo
-from prfaas.serving.transport.protocol.sealing import SEALED_HEADER_BYTES, TAG_BYTES, Sealing
-from prfaas.serving.transport.protocol.wire import (
-    HEADER_BYTES,
-    FrameType,
-    Header,
-    WireError,
-    parse_control,
-    unpack_header,
-)
 
 _TCP_INFO_BYTES = 232
 # Offsets into struct tcp_info: the layout only ever grows at its end.
@@ -324,27 +314,3 @@ def shut(sock: socket.socket) -> None:
     """Wake every thread blocked on the socket; harmless if it is gone already."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-
-
-class _AsyncBytes(Protocol):
-    async def readexactly(self, n: int, /) -> bytes: ...
-
-
-async def read_frame(reader: _AsyncBytes, sealing: Sealing | None = None) -> tuple[Header, Mapping[str, Any]]:
-    """The next control frame of an observer's connection; `sealing`: None where it is plain.
-
-    Raises:
-        WireError: it is none.
-        OSError, IncompleteReadError: the connection is lost.
-    """
-    if sealing is None:
-        header = unpack_header(await reader.readexactly(HEADER_BYTES))
-    else:
-        header = unpack_header(sealing.opener.open_header(await reader.readexactly(SEALED_HEADER_BYTES)))
-    if header.kind is FrameType.DATA:
-        raise WireError("an observer gets no DATA")
-    if sealing is None or header.length_bytes == 0:
-        payload = await reader.readexactly(header.length_bytes)
-    else:
-        payload = sealing.opener.open_payload(await reader.readexactly(header.length_bytes + TAG_BYTES))
-    return header, parse_control(header, payload)

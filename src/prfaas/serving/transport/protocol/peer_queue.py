@@ -14,7 +14,6 @@ from prfaas.serving.transport.protocol.in_flight import (
     ControlJob,
     ControlQueue,
     InFlightWindow,
-    gauges_of,
 )
 from prfaas.serving.transport.protocol.liveness import TcpInfo, heartbeat_period_s
 from prfaas.serving.transport.protocol.options import Peer, SenderOptions
@@ -44,7 +43,7 @@ _ALL = 1 << 20
 class PeerQueue:
     """Queue that one peer's connections pull from, with the state of the peer's transfers.
 
-    1. The engine calls `open`, then `put`, `end` or `abort`.
+    1. The engine calls `open`, then `put`, `end` or `fail`.
     2. A connection that is up calls `connected`, then `next_job` again and again, and `read_done` after each chunk.
     3. What comes over it goes to `take_frame`.
     4. After a loss, `disconnected` queues the unanswered frames again. `apply_deadlines` is called while it is `busy`.
@@ -169,10 +168,6 @@ class PeerQueue:
             self._controls.end(transfer)
             self.ready += 1
 
-    def abort(self, transfer: OutgoingTransfer, reason: str, now_s: float) -> None:
-        """Give a transfer up: its chunks are dropped, an ABORT goes to the consumer. Idempotent."""
-        self._fail(transfer, reason, now_s)
-
     def fill(self, nbytes: int, now_s: float) -> None:
         """Send about `nbytes` of filler, unless transfers are open; the next transfer ends it."""
         if self._windows and not self._transfers:
@@ -187,7 +182,7 @@ class PeerQueue:
         window.sent_at_s = now_s
         for transfer in self._transfers.values() if not self._windows else ():
             if transfer.phase is SendPhase.SENDING:
-                self._controls.resume(transfer)
+                self._controls.open(transfer, transfer.open_frame(resume=True))
         self._windows.append(window)
         self._liveness.connected()
         self._rejection = self._trouble = ""
@@ -223,7 +218,7 @@ class PeerQueue:
         if answer is PeerAnswer.REJECTED:
             self._rejection = trouble
             for transfer in list(self._transfers.values()):
-                self._fail(transfer, trouble, now_s)
+                self.fail(transfer, trouble, now_s)
         elif answer is PeerAnswer.CLOSED:
             # The engine that rejected this side has ended; the next one may be another.
             self._rejection = ""
@@ -254,7 +249,7 @@ class PeerQueue:
         transfer = chunk.transfer
         del transfer.reading[chunk]
         if error:
-            self._fail(transfer, error, now_s)
+            self.fail(transfer, error, now_s)
         self.quiets += 1
         return not transfer.phase.terminal
 
@@ -308,7 +303,7 @@ class PeerQueue:
             return
         self._counters["resent_chunks"] += 1
         if chunk.resends >= self._options.max_resends:
-            self._fail(chunk.transfer, f"a chunk arrived damaged {chunk.resends + 1} times", now_s)
+            self.fail(chunk.transfer, f"a chunk arrived damaged {chunk.resends + 1} times", now_s)
         else:
             # A copy: the writer may still use the damaged chunk.
             self._schedule.add(replace(chunk, resends=chunk.resends + 1))
@@ -332,7 +327,7 @@ class PeerQueue:
         reason = f"{self.peer.name} {what}: {text_field(body, 'reason')}"
         transfer = self._answered(header)
         if transfer is not None:
-            self._fail(transfer, reason, now_s, notify_peer=False)
+            self.fail(transfer, reason, now_s, notify_peer=False)
 
     # The supervisor's calls
 
@@ -343,21 +338,29 @@ class PeerQueue:
             window.trouble = silent.get(window.connection, window.trouble)
         open_now = self._transfers.values()
         for transfer, reason in self._liveness.overdue(now_s, open_now, bool(self._windows), self._trouble):
-            self._fail(transfer, reason, now_s)
+            self.fail(transfer, reason, now_s)
         return silent
 
     def close(self, now_s: float) -> None:
         """Fail unfinished transfers and let every connection end."""
         self.closing = True
         for transfer in list(self._transfers.values()):
-            self._fail(transfer, "the sender shuts down", now_s)
+            self.fail(transfer, "the sender shuts down", now_s)
         self.ready = _ALL
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as observers get them."""
-        gauges = gauges_of(self._transfers.values(), self._windows)
-        counters = {name: self._counters[name] for name in _COUNTED}
-        return gauges | {"trouble": self._rejection or self._trouble} | counters
+        transfers = self._transfers.values()
+        pending_bytes = sum(transfer.waiting_bytes for transfer in transfers)
+        return {
+            "connections": len(self._windows),
+            "transfers": dict(Counter(transfer.phase.value for transfer in transfers)),
+            "queued_bytes": sum(chunk.nbytes for each in transfers for chunk in each.queued) - pending_bytes,
+            "pending_bytes": pending_bytes,
+            "in_flight_chunks": sum(len(window.chunks) for window in self._windows),
+            "trouble": self._rejection or self._trouble,
+            **{name: self._counters[name] for name in _COUNTED},
+        }
 
     def _answered(self, header: Header) -> OutgoingTransfer | None:
         for other in self._windows:
@@ -371,9 +374,10 @@ class PeerQueue:
             transfer.phase = SendPhase.COMPLETE
             self._finish(transfer, now_s)
 
-    def _fail(
+    def fail(
         self, transfer: OutgoingTransfer, reason: str, now_s: float, *, notify_peer: bool = True
     ) -> None:
+        """Give a transfer up: its chunks are dropped, an ABORT goes to the consumer. Idempotent."""
         if transfer.phase.terminal:
             return
         transfer.fail(reason)

@@ -184,7 +184,7 @@ class TransferTable:
        or `aborted` (`take_frame`), and at last `disconnected`.
     2. `_admit` gives staging to waiting transfers, whenever some becomes free.
     3. The engine polls `state`, then calls `take` once for the complete transfer, or `drop` if it gives up. A transfer
-       that is still `arriving` can be lent to it.
+       that has its staging can be lent to it.
     4. Observers `watch` transfers: each new phase is posted to them. `sweep` applies the deadlines.
     """
 
@@ -200,7 +200,7 @@ class TransferTable:
         self._waiting: deque[IncomingTransfer] = deque()
         self._tombstones = Tombstones(options.max_tombstones)
         self._partials = PartialTransfers(layout, options.keep_partial_s, self._tombstones)
-        self._watchers = Watchers()
+        self.watchers = Watchers()
         self._sessions: dict[tuple[str, str], ProducerSession] = {}
         self._counters: Counter[str] = Counter()
 
@@ -283,7 +283,7 @@ class TransferTable:
         if transfer.phase is TransferPhase.WAITING and transfer.checkpoint_of is not None:
             self._fail(transfer, "no staging is free for a checkpoint", now_s)
         elif transfer.phase is TransferPhase.WAITING:
-            self._watchers.notify(transfer_id, transfer.status())
+            self.watchers.notify(transfer_id, transfer.status())
 
     def _check_room(self, transfer: IncomingTransfer) -> None:
         self._checkpoints.check(transfer)
@@ -305,7 +305,7 @@ class TransferTable:
             transfer.accept(lease, now_s)
             transfer_id = transfer.ticket.transfer_id
             transfer.session.post(pack_control(FrameType.ACCEPT, transfer_id))
-            self._watchers.notify(transfer_id, transfer.status())
+            self.watchers.notify(transfer_id, transfer.status())
 
     def _next(self, now_s: float) -> tuple[IncomingTransfer, StagingLease] | None:
         passes = False
@@ -370,8 +370,8 @@ class TransferTable:
             # Complete before the ACK, so that a transfer is complete here when its producer says so.
             self._complete_if_done(transfer, now_s)
             place.connection.post(ack(header))
-            if transfer.becomes_soon(self._watchers.lead_s(header.transfer_id), now_s):
-                self._watchers.notify(header.transfer_id, transfer.status())
+            if transfer.becomes_soon(self.watchers.lead_s(header.transfer_id), now_s):
+                self.watchers.notify(header.transfer_id, transfer.status())
         else:
             self._counters["checksum_failures"] += 1
             place.connection.post(nack(header))
@@ -420,15 +420,7 @@ class TransferTable:
         """Send the present status, if there is one, each later phase, and a notice `lead_s` before the end."""
         if (transfer := self._transfers.get(transfer_id)) is not None:
             transfer.becomes_soon(lead_s, now_s)
-        self._watchers.add(connection, transfer_id, self._status(transfer_id), lead_s)
-
-    def is_watching(self, connection: FrameSink, transfer_id: bytes) -> bool:
-        """True until the final phase was sent."""
-        return self._watchers.has(connection, transfer_id)
-
-    def unwatch(self, connection: FrameSink, transfer_ids: set[bytes]) -> None:
-        """Remove an observer's connection that is gone."""
-        self._watchers.remove(connection, transfer_ids)
+        self.watchers.add(connection, transfer_id, self._status(transfer_id), lead_s)
 
     # The engine
 
@@ -467,11 +459,6 @@ class TransferTable:
         self._counters["taken"] += 1
         return transfer.hand_over(on_free, broken_tokens)
 
-    def arriving(self, transfer_id: bytes) -> IncomingTransfer | None:
-        """A transfer that can be read while it arrives; None while it has no staging, or none any more."""
-        transfer = self._transfers.get(transfer_id)
-        return None if transfer is None or transfer.lease is None else transfer
-
     def drop(self, transfer_id: bytes, reason: str, now_s: float, *, keep: bool = False) -> None:
         """Give a transfer up: free its staging unless taken, notify the producer, refuse the id from now on.
 
@@ -489,7 +476,7 @@ class TransferTable:
     def report(self, transfer_id: bytes, status: TransferStatus, now_s: float) -> None:
         """Record the final status of a transfer that was never admitted, or came by NIXL, and tell its watchers."""
         self._tombstones.put(transfer_id, status, now_s + self._options.tombstone_s)
-        self._watchers.notify(transfer_id, status)
+        self.watchers.notify(transfer_id, status)
 
     def sweep(self, now_s: float) -> None:
         """Apply every deadline."""
@@ -511,7 +498,7 @@ class TransferTable:
         while self._transfers:
             self._fail(next(iter(self._transfers.values())), f"{self._name} shuts down", now_s)
         self._partials.clear()
-        self._watchers.clear()
+        self.watchers.clear()
         self._sessions.clear()
 
     def stats(self) -> dict[str, Any]:
@@ -521,7 +508,7 @@ class TransferTable:
             **self._arena.gauges(),
             "transfers": {phase.value: phases[phase.value] for phase in TransferPhase},
             "tombstones": len(self._tombstones),
-            "watched": len(self._watchers),
+            "watched": len(self.watchers),
             "producer_sessions": len(self._sessions),
             **{name: self._counters[name] for name in _COUNTED},
         }
@@ -543,7 +530,7 @@ class TransferTable:
             else:
                 self._counters["completed"] += 1
                 self._checkpoints.mark_usable(transfer)
-                self._watchers.notify(transfer.ticket.transfer_id, transfer.status())
+                self.watchers.notify(transfer.ticket.transfer_id, transfer.status())
             self.admit(now_s)
 
     def _fail(
@@ -566,7 +553,7 @@ class TransferTable:
         if notify_producer and frame_of is not None:
             transfer.session.post(frame_of(transfer_id, reason))
         self._record_ended(transfer, now_s, taken=False)
-        self._watchers.notify(transfer_id, transfer.status())
+        self.watchers.notify(transfer_id, transfer.status())
         transfer.release()
         for checkpoint in self._checkpoints.under_way(transfer):
             self._fail(checkpoint, "the transfer that it is a checkpoint of has failed", now_s)
