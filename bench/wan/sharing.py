@@ -148,15 +148,14 @@ class Site:
 
     def open(self, name: str) -> SentTransfer:
         """A transfer of 400 MiB from one of the producers."""
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=name,
             consumer="home-0",
             num_tokens=_TRANSFER_BYTES,
             skip_tokens=0,
             prompt_digest=prompt_digest([1]),
-            lifetime_s=600.0,
-            now_s=time.time(),
+            expires_at_s=time.time() + 600.0,
         )
         return self.senders[name].open(ticket, ticket.seal(KEY), [_TRANSFER_BYTES])
 

@@ -54,15 +54,14 @@ class Ends:
     receiver: Receiver
 
     def open(self, nbytes: int) -> tuple[Ticket, SentTransfer, list[bytes]]:
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="p/0",
             consumer="c/0",
             num_tokens=nbytes,
             skip_tokens=0,
             prompt_digest=prompt_digest([]),
-            lifetime_s=60,
-            now_s=time.time(),
+            expires_at_s=time.time() + 60,
         )
         content = [random.Random(region).randbytes(nbytes) for region in range(REGIONS)]
         return ticket, self.sender.open(ticket, ticket.seal(KEY), [nbytes] * REGIONS), content

@@ -98,15 +98,14 @@ class Table:
 
     def open(self, number: int, tokens: int, now_s: float, producer: str = "p/0") -> list[FrameType]:
         """What it answers to an OPEN of the producer `p`'s ticket, as somebody sends it."""
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=number.to_bytes(16),
             producer="p",
             consumer="c",
             num_tokens=tokens,
             skip_tokens=0,
             prompt_digest=bytes(16),
-            lifetime_s=60.0,
-            now_s=0.0,
+            expires_at_s=60.0,
         )
         heard = Heard()
         session = self.table.connected(PeerIdentity(producer, ROLE_PRODUCER, "s"), heard)

@@ -190,15 +190,14 @@ def make_ticket(
     consumer: str = "c",
     background: bool = False,
 ) -> Ticket:
-    return Ticket.issue(
+    return Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer=producer,
         consumer=consumer,
         num_tokens=unit_bytes,
         skip_tokens=0,
         prompt_digest=prompt_digest([1, 2, 3]),
-        lifetime_s=lifetime_s,
-        now_s=time.time(),
+        expires_at_s=time.time() + lifetime_s,
         attributes=TransferAttributes(service=TransferClass(background=background)),
     )
 

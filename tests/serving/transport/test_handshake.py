@@ -297,15 +297,14 @@ def test_what_has_come_of_a_broken_transfer_is_that_of_its_part(part: int) -> No
     form = Divisible("")
     form.part, form.parts = part, 2
     theirs = PeerLayouts([32], lambda _told, _peer, _sends: form, form)
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="p",
         consumer="c",
         num_tokens=10,
         skip_tokens=0,
         prompt_digest=bytes(16),
-        lifetime_s=60,
-        now_s=0.0,
+        expires_at_s=60,
     )
     mine, other = (
         replace(ticket, transfer_id=part_id(ticket.transfer_id, each)) for each in (part, 1 - part)

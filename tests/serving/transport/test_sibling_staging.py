@@ -44,15 +44,14 @@ class Ranks:
     sender: Sender
 
     def open(self, *, lends: bool = True) -> tuple[bytes, SentTransfer]:
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="east",
             consumer="home",
             num_tokens=9,
             skip_tokens=0,
             prompt_digest=bytes(16),
-            lifetime_s=60,
-            now_s=time.time(),
+            expires_at_s=time.time() + 60,
         )
         if lends:
             self.siblings[0].begin(ticket.transfer_id, (1,))

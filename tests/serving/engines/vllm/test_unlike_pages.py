@@ -151,15 +151,14 @@ class Pair:
 
     @staticmethod
     def ticket(num_tokens: int, skip: int) -> Ticket:
-        return Ticket.issue(
+        return Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="east",
             consumer="home",
             num_tokens=num_tokens,
             skip_tokens=skip,
             prompt_digest=bytes(16),
-            lifetime_s=60,
-            now_s=time.time(),
+            expires_at_s=time.time() + 60,
         )
 
     def compute(
