@@ -123,10 +123,8 @@ class Receiver:
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
-        self._arrived_before: dict[str, ArrivalReport] = {}
-        """By producer, over connections that have ended."""
+        self._arrived_before: dict[str, ArrivalReport] = {}  # over connections that have ended
         self.is_leaving = False
-        """Observers hear that this process is to end. Only the next process takes that back."""
         self._failed_connections = 0
         self._forged_frames = 0
         self._accept_failures = 0

@@ -86,7 +86,7 @@ class ConnectionHost(Protocol):
     name: str
     """As producers and tickets call it."""
     is_leaving: bool
-    """Observers hear that this process is to end."""
+    """Observers hear that this process is to end. Only the next process takes that back."""
 
     def shake_hands(
         self, connection: "ReceiverConnection", sock: socket.socket

@@ -66,7 +66,7 @@ class ProducerSession:
 
     def same(self, other: "ProducerSession") -> bool:
         """True if both are the same run of the same producer."""
-        return self.key == other.key
+        return self is other or self.key == other.key
 
     def is_lost(self, now_s: float, resume_s: float) -> bool:
         """True if it has had no connection and no heartbeat for longer than `resume_s`."""
