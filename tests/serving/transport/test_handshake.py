@@ -34,7 +34,7 @@ from prfaas.serving.transport.protocol.handshake import (
     is_peer_name,
 )
 from prfaas.serving.transport.protocol.options import Peer, SenderOptions
-from prfaas.serving.transport.protocol.region_layout import usable_tokens
+from prfaas.serving.transport.protocol.region_layout import resume_points
 from prfaas.serving.transport.protocol.sentences import bounded_sentences, legible
 from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, part_id
 from prfaas.serving.transport.protocol.wire import FrameType, WireError, pack_control
@@ -309,10 +309,10 @@ def test_what_has_come_of_a_broken_transfer_is_that_of_its_part(part: int) -> No
     mine, other = (
         replace(ticket, transfer_id=part_id(ticket.transfer_id, each)) for each in (part, 1 - part)
     )
-    assert usable_tokens(theirs, mine, lambda _region, _start: 0) == 0
+    assert resume_points(theirs, mine, lambda _region, _start: 0).tokens == 0
     theirs.begin("p/0", ticket.transfer_id, "", part)
-    assert usable_tokens(theirs, mine, lambda _region, _start: 0) == 7
-    assert usable_tokens(theirs, other, lambda _region, _start: 0) == 0
+    assert resume_points(theirs, mine, lambda _region, _start: 0).tokens == 7
+    assert resume_points(theirs, other, lambda _region, _start: 0).tokens == 0
 
 
 def test_old_transfers_are_forgotten() -> None:
