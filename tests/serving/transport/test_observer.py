@@ -16,9 +16,24 @@ from prfaas.serving.transport.protocol.chunk_source import BytesSource
 from prfaas.serving.transport.protocol.handshake import HandshakeError, frames_of
 from prfaas.serving.transport.protocol.outgoing import SendPhase
 from prfaas.serving.transport.protocol.requests import CopyOrder, FollowOrder
-from prfaas.serving.transport.protocol.wire import FrameType, TransferPhase, TransferStatus
+from prfaas.serving.transport.protocol.wire import (
+    MAX_DATA_BYTES,
+    FrameType,
+    TransferPhase,
+    TransferStatus,
+    pack_header,
+)
 
-from .harness import KEY, World, await_over, await_true, make_receiver, make_ticket
+from .harness import (
+    KEY,
+    PATIENCE_S,
+    World,
+    await_over,
+    await_true,
+    make_receiver,
+    make_ticket,
+    server_handshake,
+)
 from .proxy import FaultyProxy
 
 MakeWorld = Callable[..., World]
@@ -419,3 +434,24 @@ def test_a_receiver_that_ends_a_handshake_is_asked_again(world: World, proxy: Fa
         await observer.close()
 
     asyncio.run(main(proxy.start(world.receiver.port)))
+
+
+def test_a_frame_that_is_not_for_observers_ends_the_connection_before_its_payload() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def consumer() -> bytes:
+            sock, _ = listener.accept()
+            with sock:
+                server_handshake("c/0").welcome(sock, producers=None)
+                sock.sendall(pack_header(FrameType.DATA, length_bytes=MAX_DATA_BYTES))
+                sock.settimeout(PATIENCE_S)
+                return sock.recv(1)
+
+        async def main() -> None:
+            playing = asyncio.create_task(asyncio.to_thread(consumer))
+            observer = Observer("gateway", KEY, "127.0.0.1", listener.getsockname()[1], "c/0")
+            await observer.connect()
+            assert await playing == b""
+            await observer.close()
+
+        asyncio.run(main())
