@@ -63,7 +63,6 @@ FRAMES = {
     "serving/transport/protocol/handover.py": "msgspec.msgpack.decode",
     "serving/transport/io/greeting.py": "read readexactly recv",
     "serving/transport/io/observer.py": "readexactly",
-    "serving/transport/io/sender_connection.py": "recv_into",
     "serving/transport/io/sibling_staging.py": "msgspec.msgpack.Decoder recv_fds unpack",
     "serving/transport/io/sockets.py": "recv_into unpack_from",
     "serving/transport/protocol/ticket.py": "msgspec.msgpack.decode",
