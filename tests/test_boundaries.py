@@ -61,12 +61,11 @@ FRAMES = {
     "serving/pool/connection.py": "msgspec.msgpack.Decoder recv",
     "serving/transport/protocol/compression.py": "unpack_from",
     "serving/transport/protocol/handover.py": "msgspec.msgpack.decode",
-    "serving/transport/io/greeting.py": "recv",
-    "serving/transport/io/sender_connection.py": "recv_into",
-    "serving/transport/io/sibling_staging.py": "msgspec.msgpack.Decoder recv recv_fds unpack",
-    "serving/transport/io/sockets.py": "readexactly recv_into unpack_from",
+    "serving/transport/io/greeting.py": "read readexactly recv",
+    "serving/transport/io/observer.py": "readexactly",
+    "serving/transport/io/sibling_staging.py": "msgspec.msgpack.Decoder recv_fds unpack",
+    "serving/transport/io/sockets.py": "recv_into unpack_from",
     "serving/transport/protocol/ticket.py": "msgspec.msgpack.decode",
-    "serving/transport/io/tls_stream.py": "read readexactly",
     "serving/transport/protocol/wire.py": "msgspec.json.Decoder unpack_from",
 }
 # Over HTTP: bodies are bounded by `BodyReader` and aiohttp's `client_max_size`, answers by `HttpPool` and
