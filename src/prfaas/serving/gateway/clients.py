@@ -105,16 +105,18 @@ class Clients:
         A key is looked up by its hash, which nobody can choose: how long that takes says nothing of other keys.
 
         Raises:
-            ApiError: 401 without a key of a client, 429 where it sends too many.
+            ApiError: 401 without a key of a client.
         """
         found = self._by_key.get(hashlib.sha256(_key_in(headers)).digest())
         if found is None:
             raise ApiError(401, "The API key is missing, or none of this gateway's clients has it.")
-        if found.requests_per_s is not None:
-            self._count(found, found.requests_per_s)
         return found
 
-    def _count(self, client: Client, rate_per_s: float) -> None:
+    def count(self, client: Client) -> None:
+        """One more request of a client. Raises ApiError 429 where it sends too many."""
+        rate_per_s = client.requests_per_s
+        if rate_per_s is None:
+            return
         now_s, most = self._clock(), max(rate_per_s, 1.0)
         left, at_s = self._allowed.get(client.name, (most, now_s))
         left = min(left + (now_s - at_s) * rate_per_s, most)
@@ -135,7 +137,10 @@ def asking(clients: Clients) -> Middleware:
     @web.middleware
     async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
-            request[CLIENT] = clients.take(request.headers)
+            request[CLIENT] = client = clients.take(request.headers)
+            # What engines answer is counted as it is taken on, so that a refusal has its record.
+            if request.method == "GET":
+                clients.count(client)
         return await handler(request)
 
     return ask

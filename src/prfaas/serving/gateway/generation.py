@@ -108,7 +108,7 @@ class Generation:
                 uncached = self._context.metrics.uncached_tokens.labels(str(ready.decision.route))
                 uncached.inc(ready.decision.uncached_tokens)
         # 5. Decode and relay. If an engine fails, another one decodes. Some answers are compared, later.
-        return await self._answers.answer(request, ready, admitted, writer)
+        return await self._answers.answer(ready, admitted, writer)
 
     def _decide(self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
         """Where the request goes. Raises NoDecodeInstanceError.

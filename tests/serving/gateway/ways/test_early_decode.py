@@ -338,11 +338,12 @@ def test_what_several_ranks_send_to_one_is_waited_for_and_given_up_as_a_whole() 
         home.statuses[ids[1]] = COMPLETE
         assert transfers.announced(ticket)
         assert (await waiting).total_bytes == 2 * COMPLETE.total_bytes
-        await transfers.abandon(ticket, "a test", 1.0)
+        transfers.abandon(ticket, "a test")
+        await transfers.abandoning.finish()
         assert home.abandoned == ids
         # Of a part that has broken nothing is kept, so nothing can be gone on from.
         home.statuses[ids[1]] = replace(COMPLETE, phase=TransferPhase.FAILED, reason="lost")
-        assert await transfers.keep(ticket, "a test", 1.0) == 0
+        assert await transfers.keep(ticket, "a test") == 0
         assert home.abandoned == ids * 2
         # One that is complete has its checkpoints, until it is taken.
         whole = replace(COMPLETE, usable_tokens=64, usable_ends=(32, 64))
@@ -353,6 +354,6 @@ def test_what_several_ranks_send_to_one_is_waited_for_and_given_up_as_a_whole() 
             ((whole, whole), ticket.num_tokens),
         ):
             home.statuses = dict(zip(ids, told, strict=True))
-            assert await transfers.keep(ticket, "a test", 1.0) == tokens
+            assert await transfers.keep(ticket, "a test") == tokens
 
     asyncio.run(main())

@@ -80,8 +80,9 @@ DONE = TransferDone(
 )
 STARTED = StartedTransfer(TICKET, "sealed", None)
 FIRST = SampledTokens((7,), "a")
-MOVED = MovedRequest(decision=FAR, prompt=PROMPT, prefix=MovedPrefix(FAR), transfer=DONE)
-LOCAL = LocalRequest(decision=HERE, prompt=PROMPT, prefix=MovedPrefix(HERE), fallback="died")
+REQUEST: Any = None
+MOVED = MovedRequest(request=REQUEST, decision=FAR, prompt=PROMPT, prefix=MovedPrefix(FAR), transfer=DONE)
+LOCAL = LocalRequest(request=REQUEST, decision=HERE, prompt=PROMPT, prefix=MovedPrefix(HERE), fallback="died")
 
 
 async def arrived() -> MovedRequest:
@@ -98,7 +99,7 @@ async def takes_long() -> MovedRequest:
 
 
 def test_a_decode_engine_is_told_of_nothing_where_nothing_waits() -> None:
-    for ready in (DirectRequest(decision=HERE, prompt=DirectPrompt("media")), LOCAL):
+    for ready in (DirectRequest(request=REQUEST, decision=HERE, prompt=DirectPrompt("media")), LOCAL):
         assert (ready.kv_params(), ready.given_up(), ready.moves_kv) == ({}, None, False)
 
 
@@ -116,7 +117,9 @@ def test_without_the_producers_word_the_engines_own_count_stands() -> None:
 
 def test_a_broken_transfer_tells_how_much_of_it_can_be_used() -> None:
     kept = KeptPart(TICKET, "sealed", 0, 768)
-    ready = KeptRequest(decision=HERE, prompt=PROMPT, prefix=MovedPrefix(HERE), transfer=kept)
+    ready = KeptRequest(
+        request=REQUEST, decision=HERE, prompt=PROMPT, prefix=MovedPrefix(HERE), transfer=kept
+    )
     assert ready.kv_params()["prfaas_kept"] == 768
     assert (ready.own_prefill_tokens, ready.own_reused_tokens, ready.given_up()) == (744, 256, kept)
 
@@ -134,7 +137,7 @@ def test_the_route_header_tells_what_has_moved() -> None:
     assert replace(MOVED, transfer=replace(DONE, sealed="nixl.sealed")).header().transfer == "nixl"
     here = LOCAL.header()
     assert (here.kv_bytes, here.cached_tokens, here.fallback, here.uncached_tokens) == (0, 0, "died", 744)
-    direct = DirectRequest(decision=HERE, prompt=DirectPrompt("media")).header()
+    direct = DirectRequest(request=REQUEST, decision=HERE, prompt=DirectPrompt("media")).header()
     assert (direct.uncached_tokens, direct.threshold_tokens, direct.reason) == (None, None, "media")
 
 
@@ -154,6 +157,7 @@ def test_what_is_freed_depends_on_how_far_it_came(work: Any, moving: Any, early:
         arriving = asyncio.create_task(work)
         await asyncio.sleep(0)
         facts: dict[str, Any] = {
+            "request": REQUEST,
             "decision": FAR,
             "prompt": PROMPT,
             "prefix": MovedPrefix(FAR),

@@ -43,7 +43,7 @@ def test_it_counts_before_anything_else_is_decided() -> None:
         plane: Any = Plane()
         context: Any = SimpleNamespace(plane=plane, metrics=MagicMock(), running=MagicMock())
         hop: Any = None
-        remote = RemotePrefills(hop, hop, Prefixes(), context)  # type: ignore[arg-type]
+        remote = RemotePrefills(hop, hop, Prefixes(), hop, context)  # type: ignore[arg-type]
         record = SimpleNamespace(since=lambda stage, begun_s: 0.0)
         request: Any = SimpleNamespace(record=record, samples=1)
         attempt: Any = SimpleNamespace(decision=SimpleNamespace(prefill="far"), moved=None)

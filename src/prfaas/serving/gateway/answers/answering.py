@@ -82,56 +82,48 @@ class Answering:
         self._called = CalledAnswers(tokenization, context)
 
     async def answer(
-        self,
-        request: ServingRequest,
-        ready: ReadyRequest,
-        admitted: AdmittedRequest,
-        writer: ResponseWriter,
+        self, ready: ReadyRequest, admitted: AdmittedRequest, writer: ResponseWriter
     ) -> web.StreamResponse:
         """Pass the answer on to the client, within the time that it gave. Raises ApiError."""
-        is_compared = self._shadow.wants(request, ready)
+        is_compared = self._shadow.wants(ready)
         # Its engine tells the ids of what might be resumed.
-        asked = replace(request, resumes=True) if is_compared else request
+        asked = replace(ready, request=replace(ready.request, resumes=True)) if is_compared else ready
         try:
             async with admitted.in_time():
-                response = await self._decode(asked, ready, writer)
+                response = await self._decode(asked, writer)
         finally:
             writer.note_tokens()
         if is_compared:
             ids = writer.ids.ids if writer.ids is not None else ()
             if isinstance(response, web.Response) and isinstance(response.body, bytes) and not ids:
                 answer, ids = taken_of_whole(response.body)
-                response.body = response.body if request.body.get("return_token_ids") else answer
+                response.body = response.body if ready.request.body.get("return_token_ids") else answer
             # Some of what was transferred is computed again elsewhere, later.
-            self._shadow.compare(request, ready, ids if response.status == 200 else ())
+            self._shadow.compare(ready, ids if response.status == 200 else ())
         return response
 
-    async def _decode(
-        self,
-        request: ServingRequest,
-        ready: ReadyRequest,
-        writer: ResponseWriter,
-    ) -> web.StreamResponse:
+    async def _decode(self, ready: ReadyRequest, writer: ResponseWriter) -> web.StreamResponse:
         """Relay what the decode engine says.
 
         While the client has seen nothing, another engine may answer in place of one that failed. After the first
         byte, another engine continues the text if the request allows it. Raises ApiError.
         """
+        request = ready.request
         if isinstance(ready, EarlyRequest):
             request.record.sent(ready.header())
-            return await self._after_first(request, ready, writer)
+            return await self._after_first(ready, writer)
         failed: list[str] = []
         while True:
             if request.endpoint.generates:
                 request.record.sent(ready.header())
             try:
-                return await self._decoder.relay(request, ready, writer)
+                return await self._decoder.relay(ready, writer)
             except EngineCallError as failure:
-                self._decoder.report(request, ready, failure)
+                self._decoder.report(ready, failure)
                 failed.append(ready.decode)
                 if writer.begun:
-                    return await self._finish(request, ready, writer, failure, failed)
-                another = await self._reroute(request, ready, failure, failed)
+                    return await self._finish(ready, writer, failure, failed)
+                another = await self._reroute(ready, failure, failed)
                 if another is None and isinstance(failure, EngineAnswerError) and failure.answer is not None:
                     return await writer.send(failure.answer)
                 if another is None:
@@ -139,11 +131,7 @@ class Answering:
                 ready = another
 
     async def _reroute(
-        self,
-        request: ServingRequest,
-        ready: ReadyRequest,
-        failure: EngineCallError,
-        failed: Collection[str],
+        self, ready: ReadyRequest, failure: EngineCallError, failed: Collection[str]
     ) -> ReadyRequest | None:
         """The same request made ready for another decode engine; None when there is none or enough have failed."""
         if failure.reason in (OWN_RESOURCES, TOO_LONG):
@@ -152,17 +140,12 @@ class Answering:
         if len(failed) >= (MAX_ANSWERING_ATTEMPTS if answered else self._decode_attempts):
             return None
         try:
-            return await self._prefill.prepare_again(request, ready.prompt, avoid=failed)
+            return await self._prefill.prepare_again(ready.request, ready.prompt, avoid=failed)
         except NoDecodeInstanceError:
             return None
 
     async def _finish(
-        self,
-        request: ServingRequest,
-        ready: ReadyRequest,
-        writer: ResponseWriter,
-        failure: EngineCallError,
-        failed: list[str],
+        self, ready: ReadyRequest, writer: ResponseWriter, failure: EngineCallError, failed: list[str]
     ) -> web.StreamResponse:
         """End a stream that has begun: with the rest of the answer if another engine can give it, else with an error.
 
@@ -170,20 +153,18 @@ class Answering:
             failed: decode engines that have failed this request; more are added.
         """
         try:
-            outcome = await self._resume(_broken_stream(request, ready, writer, failed))
+            outcome = await self._resume(_broken_stream(ready, writer, failed))
         except CannotResumeError as error:
             outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
             event = failure.event if isinstance(failure, EngineAnswerError) else None
             await writer.break_off(sentence, event)
-        self._count(request, outcome)
+        self._count(ready.request, outcome)
         return await writer.end()
 
-    async def _after_first(
-        self, request: ServingRequest, early: EarlyRequest, writer: ResponseWriter
-    ) -> web.StreamResponse:
+    async def _after_first(self, early: EarlyRequest, writer: ResponseWriter) -> web.StreamResponse:
         """Give the client its first token, and the decode engine's rest of the answer once its KV is there."""
-        first = early.first
+        request, first = early.request, early.first
         told = list(_opening_events(request, first))
         writer.ids = ids = TakenIds(request.endpoint, is_asked=False)
         ids.keep(first.token_ids)
@@ -327,7 +308,7 @@ class Answering:
         try:
             await self._relay_rest(begun, rest, ready)
         except EngineCallError as failure:
-            self._decoder.report(begun.request, ready, failure)
+            self._decoder.report(ready, failure)
             begun.failed.append(ready.decode)
             return False
         except NotPlainError:
@@ -338,7 +319,7 @@ class Answering:
         """Pass the decode engine's stream on in the first one's form. Raises EngineCallError and NotPlainError."""
         transcript, stops, taken = begun.transcript, begun.transcript.stops, begun.ids
         least_tokens = begun.request.body.get("min_tokens") or 0
-        async with self._decoder.stream(rest.request, ready) as stream:
+        async with self._decoder.stream(ready) as stream:
             while chunk := await stream.read():
                 told: Iterable[Json | None] = _one_by_one(chunk, taken)
                 if rest.request.endpoint is Endpoint.GENERATE:
@@ -386,19 +367,17 @@ def _look_for_stops(begun: BegunAnswer, text: str, held_chars: int) -> None:
         )
 
 
-def _broken_stream(
-    request: ServingRequest, ready: ReadyRequest, writer: ResponseWriter, failed: list[str]
-) -> BegunAnswer:
+def _broken_stream(ready: ReadyRequest, writer: ResponseWriter, failed: list[str]) -> BegunAnswer:
     """What is known of a broken stream. Raises CannotResumeError."""
     if not isinstance(ready, DecidedRequest) or writer.ids is None:
         raise CannotResumeError("parameters")
     try:
         with plain():
-            transcript = StreamTranscript.of(request.endpoint, writer.ids.latest + writer.latest)
+            transcript = StreamTranscript.of(ready.request.endpoint, writer.ids.latest + writer.latest)
     except NotPlainError:
         raise CannotResumeError("not-plain") from None
     return BegunAnswer(
-        request=request,
+        request=ready.request,
         prompt=ready.prompt,
         transcript=transcript,
         ids=writer.ids,

@@ -15,7 +15,6 @@ from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import EngineCallError
 from prfaas.serving.gateway.prompts.prompt import Endpoint, can_resume
-from prfaas.serving.gateway.prompts.request import ServingRequest
 from prfaas.serving.gateway.ways.ready_requests import DecidedRequest, ReadyRequest
 
 logger = logging.getLogger(__name__)
@@ -50,23 +49,21 @@ class Shadow:
         self._draw = draw or random.Random()
         self._running: asyncio.Task[None] | None = None
 
-    def wants(self, request: ServingRequest, ready: ReadyRequest) -> bool:
-        """Whether the answer to this request is to be kept for `compare`. Asked once per request."""
-        share = self._context.running.current.gateway.shadow
+    def wants(self, ready: ReadyRequest) -> bool:
+        """Whether the answer to a request is to be kept for `compare`. Asked once per request."""
+        request, share = ready.request, self._context.running.current.gateway.shadow
         if not share or not ready.moves_kv or request.has_media or self._draw.random() >= share:
             return False
         return is_comparable(request.endpoint, request.body)
 
-    def compare(self, request: ServingRequest, ready: ReadyRequest, token_ids: Sequence[int]) -> None:
+    def compare(self, ready: ReadyRequest, token_ids: Sequence[int]) -> None:
         """Compute the request again in the background. `token_ids`: the whole answer; empty where it is not known."""
         is_busy = self._running is not None and not self._running.done()
         engine = None if is_busy else self._plane.cluster_state.idle_decode_instance()
         if not token_ids or engine is None or not isinstance(ready, DecidedRequest):
             self._count("skipped")
             return
-        self._running = asyncio.create_task(
-            self._compare(request, ready, token_ids, engine), name="prfaas-shadow"
-        )
+        self._running = asyncio.create_task(self._compare(ready, token_ids, engine), name="prfaas-shadow")
 
     async def close(self) -> None:
         """End the comparison under way."""
@@ -74,10 +71,8 @@ class Shadow:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
-    async def _compare(
-        self, request: ServingRequest, ready: DecidedRequest, token_ids: Sequence[int], engine: str
-    ) -> None:
-        asked = asyncio.create_task(self._plain_answer(request, ready, len(token_ids), engine))
+    async def _compare(self, ready: DecidedRequest, token_ids: Sequence[int], engine: str) -> None:
+        asked = asyncio.create_task(self._plain_answer(ready, len(token_ids), engine))
         try:
             while not asked.done():
                 await asyncio.wait((asked,), timeout=_YIELD_S)
@@ -95,17 +90,15 @@ class Shadow:
         if outcome == "mismatch":
             logger.error(
                 "request %s, prefilled by %s and decoded by %s, has another answer than %s gives by itself",
-                request.record.request_id,
+                ready.request.record.request_id,
                 ready.decision.prefill,
                 ready.decode,
                 engine,
             )
 
-    async def _plain_answer(
-        self, request: ServingRequest, ready: DecidedRequest, num_tokens: int, engine: str
-    ) -> Json:
+    async def _plain_answer(self, ready: DecidedRequest, num_tokens: int, engine: str) -> Json:
         body = {
-            "model": request.model,
+            "model": ready.request.model,
             "prompt": ready.prompt.token_ids,
             "max_tokens": num_tokens,
             "temperature": 0,

@@ -9,7 +9,9 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
 
 from prfaas.core.prefix.hashing import PromptChains
 from prfaas.serving.gateway.bodies import ApiError, Json
@@ -283,36 +285,32 @@ def _chat_prompt(body: Mapping[str, Any], has_media: bool) -> Prompt:
     return RenderedPrompt(_plain_messages(messages) if is_plain else None, takes_ids)
 
 
+class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant"]
+    content: str | Annotated[list[_TextPart], msgspec.Meta(min_length=1)]
+
+
 def _plain_messages(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[tuple[str, str | tuple[str, ...]], ...] | None:
+    try:
+        said = msgspec.convert(messages, tuple[_PlainMessage, ...])
+    except msgspec.ValidationError:
+        return None
     plain: list[tuple[str, str | tuple[str, ...]]] = []
-    for message in messages:
-        role, content = message.get("role"), message.get("content")
-        if message.keys() - {"role", "content"} or role not in ("system", "user", "assistant"):
-            return None
-        if isinstance(content, list):
-            texts = tuple(part["text"] for part in content if _is_text_part(part))
-            if len(texts) != len(content) or not texts:
-                return None
-            content = texts
-        elif not isinstance(content, str):
-            return None
-        texts = (content,) if isinstance(content, str) else content
+    for message in said:
+        content = message.content
+        texts = (content,) if isinstance(content, str) else tuple(part.text for part in content)
         # vLLM edits system messages that begin with this line.
-        if role == "system" and any(text.startswith("x-anthropic") for text in texts):
+        if message.role == "system" and any(text.startswith("x-anthropic") for text in texts):
             return None
-        plain.append((role, content))
+        plain.append((message.role, content if isinstance(content, str) else texts))
     return tuple(plain)
-
-
-def _is_text_part(part: object) -> bool:
-    return (
-        isinstance(part, dict)
-        and part.keys() == {"type", "text"}
-        and part["type"] == "text"
-        and isinstance(part["text"], str)
-    )
 
 
 # Parts of a message that are no media, in the words of all APIs.
@@ -438,8 +436,12 @@ def can_resume(endpoint: Endpoint, body: Json) -> bool:
     if any(body.get(field) for field in _COUNTING_OUTPUT + _OTHER_FORMS) or _has_grammar(body):
         return False
     # With hidden reasoning there are no ids. A seeded generator would have to be wound forward.
-    is_seeded = body.get("seed") not in (None, -1) and body.get("temperature") != 0
-    return body.get("n") in (None, 1) and body.get("include_reasoning") is not False and not is_seeded
+    return body.get("n") in (None, 1) and body.get("include_reasoning") is not False and not is_seeded(body)
+
+
+def is_seeded(body: Json) -> bool:
+    """Whether vLLM would make a random generator for the request: greedy ones need none, and −1 means no seed."""
+    return body.get("seed") not in (None, -1) and body.get("temperature") != 0
 
 
 def _has_grammar(body: Json) -> bool:

@@ -338,7 +338,7 @@ class Tokenization:
         """Ids that no engine has to be asked for; None where an engine is to render, or to judge the request."""
         if request.endpoint is Endpoint.GENERATE and isinstance(prompt, TokenPrompt):
             return [RenderedIds(prompt.token_ids)]
-        if request.unusual:
+        if not request.is_usual:
             return None
         agrees = self._agrees(request.endpoint)
         found = []

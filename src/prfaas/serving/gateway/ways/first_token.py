@@ -19,7 +19,7 @@ from prfaas.serving.gateway.prompts.prompt import (
     stop_strings,
     tokens_left,
 )
-from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt, is_usual
 
 logger = logging.getLogger(__name__)
 
@@ -188,8 +188,8 @@ class FirstTokenRules:
             return "settings"
         # The decode engine continues the answer as another one would after a fault. What is unusual may make it more
         # than its text.
-        is_plain = request.unusual.keys() <= {"stop_token_ids"} and not body.get("return_token_ids")
-        if request.has_media or not is_plain or not request.resumes:
+        is_plain = is_usual({name: value for name, value in body.items() if name != "stop_token_ids"})
+        if request.has_media or not is_plain or not request.resumes or body.get("return_token_ids"):
             return "parameters"
         return None
 

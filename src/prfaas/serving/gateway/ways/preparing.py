@@ -115,7 +115,7 @@ class PrefillOrchestrator:
                     kept_tokens, is_preempted = failure.kept.usable_tokens, fallback == PREEMPTED
                     if goes_on_at_decode(kept_tokens, num_tokens, is_preempted=is_preempted):
                         return self._from_kept(request, prompt, attempt.decision, failure.kept, fallback)
-                    self._remote.free(failure.kept.ticket, "another engine prefills all of it")
+                    self._remote.transfers.abandon(failure.kept.ticket, "another engine prefills all of it")
                 failed.add(attempt.decision.prefill)
                 another = None if failure.hopeless else self._another(prompt, failed, fallback)
                 if another is None:
@@ -179,6 +179,7 @@ class PrefillOrchestrator:
         await asyncio.wait((early.arriving, early.soon), return_when=asyncio.FIRST_COMPLETED)
         if not early.arriving.done():
             return MovingRequest(
+                request=rest,
                 decision=early.decision,
                 prompt=rest_prompt,
                 prefix=early.prefix,
@@ -187,18 +188,19 @@ class PrefillOrchestrator:
                 transfer=early.soon.result(),
                 arriving=early.arriving,
             )
-        return replace(self._result(rest, early), prompt=rest_prompt)
+        return replace(self._result(early), request=rest, prompt=rest_prompt)
 
-    async def arrived(self, request: ServingRequest, moving: MovingRequest) -> DecidedRequest:
+    async def arrived(self, moving: MovingRequest) -> DecidedRequest:
         """Wait for the rest of the KV that the decode engine waits for too; what became of it.
 
         If it does not come, the decode engine learns that as well, and prefills.
         """
         await asyncio.wait((moving.arriving,))
         try:
-            return self._result(request, moving)
+            return self._result(moving)
         except HopFailedError as failure:
-            prompt, decision, fallback = moving.prompt, moving.decision, failure.reason
+            request, prompt, decision = moving.request, moving.prompt, moving.decision
+            fallback = failure.reason
             if failure.kept is None:
                 local = self._at_decode(request, prompt, decision, "fallback", fallback)
                 return replace(local, first_token=moving.first_token)
@@ -206,15 +208,17 @@ class PrefillOrchestrator:
             kept = self._from_kept(request, prompt, decision, failure.kept, fallback)
             return replace(kept, first_token=moving.first_token)
 
-    def _result(self, request: ServingRequest, moving: EarlyRequest | MovingRequest) -> DecidedRequest:
+    def _result(self, moving: EarlyRequest | MovingRequest) -> DecidedRequest:
         """What has arrived. Raises HopFailedError."""
         try:
             moved = moving.arriving.result()
         except HopFailedError as failure:
-            self._fell_back(request, failure.reason)
+            self._fell_back(moving.request, failure.reason)
             raise
-        request.record.attempts[-1].outcome = "done"
-        return replace(moved, first_token=moving.first_token, fallback=moving.fallback)
+        moving.request.record.attempts[-1].outcome = "done"
+        return replace(
+            moved, request=moving.request, first_token=moving.first_token, fallback=moving.fallback
+        )
 
     def _fell_back(self, request: ServingRequest, reason: str) -> None:
         request.record.fell_back(request.record.attempts[-1], reason)
@@ -236,7 +240,12 @@ class PrefillOrchestrator:
         mine = structs.replace(local.decision, prefill_tokens=left_tokens)
         request.record.attempts[-1].decision = mine
         return KeptRequest(
-            decision=mine, prompt=prompt, prefix=local.prefix, fallback=fallback, transfer=kept
+            request=request,
+            decision=mine,
+            prompt=prompt,
+            prefix=local.prefix,
+            fallback=fallback,
+            transfer=kept,
         )
 
     async def _from_pool(
@@ -257,7 +266,9 @@ class PrefillOrchestrator:
 
     def abandon(self, ready: ReadyRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed."""
-        self._remote.abandon(ready, reason)
+        transfer = ready.given_up()
+        if transfer is not None:
+            self._remote.transfers.abandon(transfer.ticket, reason)
 
     def _note_rejections(self, request: ServingRequest, consumer: str) -> None:
         for producer in self._plane.members.instances:
@@ -271,7 +282,7 @@ class PrefillOrchestrator:
         self._metrics.direct.labels(prompt.reason).inc()
         if prompt.num_tokens:
             request.record.start(decision, prompt.num_tokens).outcome = "done"
-        return DirectRequest(decision=decision, prompt=prompt)
+        return DirectRequest(request=request, decision=decision, prompt=prompt)
 
     def _at_decode(
         self,
@@ -297,4 +308,10 @@ class PrefillOrchestrator:
                 cache_transfer=None,
             )
         request.record.start(decision, len(prompt.token_ids)).outcome = "done"
-        return LocalRequest(decision=decision, prompt=prompt, prefix=MovedPrefix(decision), fallback=fallback)
+        return LocalRequest(
+            request=request,
+            decision=decision,
+            prompt=prompt,
+            prefix=MovedPrefix(decision),
+            fallback=fallback,
+        )

@@ -41,7 +41,7 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     TransferFailedError,
     kept_part,
 )
-from prfaas.serving.tasks import BackgroundTasks, end_all
+from prfaas.serving.tasks import end_all
 from prfaas.serving.tracing import CANCELLED, AttributeValue, RequestSpans
 from prfaas.serving.transport.protocol.ticket import (
     PLAIN,
@@ -192,7 +192,6 @@ class PrefillHop:
         self._metrics = context.metrics
         self._json_threads = context.json_threads
         self._options = context.options
-        self._abandoning = BackgroundTasks()
         self._arriving: dict[Arrival, TransferSpec] = {}
         self._frozen: dict[str, str] = {}
         self._given_up: dict[Arrival, TransferFailedError] = {}
@@ -264,11 +263,11 @@ class PrefillHop:
             kept: KeptPart | None = None
             try:
                 if keeps and failure is not None:
-                    within_s = self._options.abandon_timeout_s
-                    kept = await kept_part(self._transfers, ticket, sealed, failure, within_s)
+                    kept = await kept_part(self._transfers, ticket, sealed, failure)
             finally:
                 if kept is None:
-                    self.abandon(ticket, "the request was cancelled" if failure is None else str(failure))
+                    why = "the request was cancelled" if failure is None else str(failure)
+                    self._transfers.abandon(ticket, why)
                 word = CANCELLED if failure is None else failure.reason
                 spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
             if failure is None:
@@ -276,20 +275,6 @@ class PrefillHop:
             if failure.reason == INCOMPATIBLE:
                 request.record.note(f"{spec.producer} and {spec.consumer} are incompatible: {failure}")
             raise self._report(spec, failure, kept) from None
-
-    def abandon(self, ticket: Ticket, reason: str) -> None:
-        """Have the staging of a transfer freed, in the background, when its consumer may never take it."""
-
-        async def abandon() -> None:
-            with self._metrics.background_tasks.track_inprogress():
-                await self._transfers.abandon(ticket, reason, self._options.abandon_timeout_s)
-
-        # In the background, since it must also happen when this request's own task is being cancelled.
-        self._abandoning.start(abandon())
-
-    async def close(self) -> None:
-        """Wait for the abandonments under way (each is bounded)."""
-        await self._abandoning.finish()
 
     def _sealed_request(self, spec: TransferSpec, request: ServingRequest) -> tuple[Ticket, str, bytes]:
         ticket = Ticket.issue(

@@ -10,7 +10,7 @@ from prfaas.core.route_header import RouteHeader
 from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
-from prfaas.serving.gateway.prompts.request import TokenizedPrompt
+from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.ways.first_token import SampledTokens
 from prfaas.serving.gateway.ways.kv_transfer import KeptPart, MovedPrefix, StartedTransfer, TransferDone
 
@@ -23,6 +23,7 @@ Arriving = asyncio.Task["DecidedRequest"]
 class ReadyRequest(ABC):
     """What all of them have in common."""
 
+    request: ServingRequest
     decision: Decision
     """As it was carried out."""
     prompt: TokenizedPrompt | DirectPrompt

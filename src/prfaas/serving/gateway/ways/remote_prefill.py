@@ -12,7 +12,7 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, SampledTokens
-from prfaas.serving.gateway.ways.kv_transfer import MovedPrefix, StartedTransfer, TransferDone
+from prfaas.serving.gateway.ways.kv_transfer import KvTransfers, MovedPrefix, StartedTransfer, TransferDone
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.ways.pull import PulledHop
 from prfaas.serving.gateway.ways.push import PrefillHop, TransferSpec, tell
@@ -22,10 +22,9 @@ from prfaas.serving.gateway.ways.ready_requests import (
     MovedRequest,
     MovingRequest,
     PullingRequest,
-    ReadyRequest,
 )
 from prfaas.serving.tasks import look_at
-from prfaas.serving.transport.protocol.ticket import PLAIN, Ticket, TransferAttributes
+from prfaas.serving.transport.protocol.ticket import PLAIN, TransferAttributes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,25 +54,22 @@ class RemotePrefills:
     """Prefills elsewhere, each until its request can go to the decode instance, or has its first token."""
 
     def __init__(
-        self, push: PrefillHop, pull: PulledHop, prefixes: PrefixMoves, context: GatewayContext
+        self,
+        push: PrefillHop,
+        pull: PulledHop,
+        prefixes: PrefixMoves,
+        transfers: KvTransfers,
+        context: GatewayContext,
     ) -> None:
         """`pull`: where the decode engine reads the KV by NIXL."""
         self._push = push
         self._pull = pull
         self._prefixes = prefixes
+        self.transfers = transfers
+        """Frees what nobody loads."""
         self._plane = context.plane
         self._metrics = context.metrics
         self._running = context.running
-
-    def free(self, ticket: Ticket, reason: str) -> None:
-        """Nobody loads what has come of a transfer."""
-        self._push.abandon(ticket, reason)
-
-    def abandon(self, ready: ReadyRequest, reason: str) -> None:
-        """The decode engine may never take the transfer: have its staging freed."""
-        transfer = ready.given_up()
-        if transfer is not None:
-            self.free(transfer.ticket, reason)
 
     async def begin(
         self, request: ServingRequest, prompt: TokenizedPrompt, attempt: Attempt, ask: FirstTokenAsk | None
@@ -121,6 +117,7 @@ class RemotePrefills:
                 await held.aclose()
         if running.first.done():
             return EarlyRequest(
+                request=request,
                 decision=attempt.decision,
                 prompt=prompt,
                 prefix=prefix,
@@ -133,12 +130,17 @@ class RemotePrefills:
         transfer = running.soon.result()
         kind = PullingRequest if transfer.by == "nixl" else MovingRequest
         return kind(
-            decision=attempt.decision, prompt=prompt, prefix=prefix, transfer=transfer, arriving=moving
+            request=request,
+            decision=attempt.decision,
+            prompt=prompt,
+            prefix=prefix,
+            transfer=transfer,
+            arriving=moving,
         )
 
-    def _abandon_done(self, moving: "asyncio.Task[DecidedRequest]") -> None:
+    def _abandon_done(self, moving: "asyncio.Task[MovedRequest]") -> None:
         if not moving.cancelled() and moving.exception() is None:
-            self.abandon(moving.result(), "the request was cancelled")
+            self.transfers.abandon(moving.result().transfer.ticket, "the request was cancelled")
 
     @asynccontextmanager
     async def _at_work(self, running: _RemotePrefill) -> AsyncIterator[OpenPrefill]:
@@ -157,7 +159,7 @@ class RemotePrefills:
         finally:
             is_used = attempt.moved is not None and attempt.decision.prefill == running.wanted
             if prefix.transfer is not None and not is_used:
-                self.free(prefix.transfer.ticket, "the prefill that would have used it failed")
+                self.transfers.abandon(prefix.transfer.ticket, "the prefill that would have used it failed")
 
     async def _prefill(
         self, running: _RemotePrefill, work: OpenPrefill, held: AsyncExitStack
@@ -192,7 +194,9 @@ class RemotePrefills:
         work.measured()
         attempt.moved, attempt.cached_tokens, attempt.by = done.moved, done.cached_tokens, done.by
         self._count(request, decision, done)
-        return MovedRequest(decision=decision, prompt=prompt, prefix=running.prefix, transfer=done)
+        return MovedRequest(
+            request=request, decision=decision, prompt=prompt, prefix=running.prefix, transfer=done
+        )
 
     def _reads(self, decision: Decision) -> bool:
         """Whether the decode engine reads the KV by NIXL."""
