@@ -71,11 +71,8 @@ class AdmittedRequest:
             self._admission.count(self, answers=answers - 1)
 
     def check(self, decision: Decision, max_tokens: int | None) -> None:
-        """Whether the work may wait where `decision` puts it, and an answer of at most `max_tokens` tokens fits then.
-
-        Raises:
-            ApiError: 429, when the predicted wait is above the limit or the prediction beyond the deadline.
-        """
+        """Raises ApiError 429 when the work would wait too long where `decision` puts it, or an answer of at most
+        `max_tokens` tokens would end after the deadline."""
         self._admission.check_wait(decision, max_tokens, self._until_s - time.perf_counter())
 
     @asynccontextmanager
@@ -241,11 +238,7 @@ class Admission:
 
 
 def timeout_of(headers: Headers) -> float | None:
-    """Seconds that the client gives its request; None: any time.
-
-    Raises:
-        ApiError: 400, when the header is no positive number, or is there twice.
-    """
+    """Seconds that the client gives its request; None: any time. Raises ApiError 400."""
     values = headers.getall(TIMEOUT_HEADER, [])
     if not values:
         return None

@@ -102,10 +102,8 @@ class Clients:
     def take(self, headers: Headers) -> Client:
         """Who sends a request with these headers.
 
-        A key is looked up by its hash, which nobody can choose: how long that takes says nothing of other keys.
-
-        Raises:
-            ApiError: 401 without a key of a client.
+        A key is looked up by its hash, which nobody can choose: how long that takes says nothing of other keys. Raises
+        ApiError 401 without a key of a client.
         """
         found = self._by_key.get(hashlib.sha256(_key_in(headers)).digest())
         if found is None:

@@ -3,8 +3,6 @@
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
-from functools import partial
 
 from aiohttp import web
 
@@ -45,19 +43,8 @@ class Generation:
         self._prefill = prefill
         self._answers = answers
 
-    def handler_of(self, endpoint: Endpoint) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """What serves requests to one endpoint."""
-        return partial(self.handle, endpoint=endpoint)
-
     async def handle(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
-        """Serve one request.
-
-        Returns:
-            The response, sent to its end if it is a stream.
-
-        Raises:
-            ApiError: what the client is to read in place of an answer.
-        """
+        """The response to one request, sent to its end if it is a stream. Raises ApiError."""
         # 1. Read, parse and check: what the client wants, less what could steer an engine.
         async with self._intake.taking(http, endpoint) as (request, admitted):
             writer = ResponseWriter(http, request.record, self._context.metrics, dialect_of(endpoint.path))

@@ -254,17 +254,8 @@ class HttpPool:
     ) -> EngineResponse:
         """Send a request, over a new connection if the server has closed the kept one.
 
-        Args:
-            method: GET, POST.
-            host: of the server.
-            port: of the server.
-            path: with what is asked of it.
-            headers: beside those of the connection and the body.
-            body: as it is to be sent.
-            server_name: speak TLS with a server whose certificate is for that name; None: no TLS.
-
-        Returns:
-            The response, its head read.
+        `headers`: beside those of the connection and the body. `server_name`: speak TLS with a server whose certificate
+        is for that name; None: no TLS. Of the response the head is read.
 
         Raises:
             OSError: there is no answer (AnswerCutError among others), or TLS found a wrong certificate (SSLError).

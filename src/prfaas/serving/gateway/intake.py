@@ -45,18 +45,6 @@ class _AwaitedBody:
     `asyncio.timeout` does the same for ten times as much.
     """
 
-    __slots__ = (
-        "_begun_s",
-        "_cancelling",
-        "_loop",
-        "_options",
-        "_task",
-        "_timer",
-        "is_given_up",
-        "network",
-        "size_bytes",
-    )
-
     def __init__(self, options: GatewayOptions, remote: str) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -241,12 +229,8 @@ class Intake:
 
         It is refused before its body is read where that is known by then, and counts once the body is complete.
 
-        Yields:
-            What the client wants, less what could steer an engine, and what it holds of the limits.
-
-        Raises:
-            ApiError: it is refused.
-            web.HTTPException: its body is.
+        Yields what the client wants, less what could steer an engine, and what it holds of the limits. Raises ApiError,
+        and web.HTTPException for a body.
         """
         with self._log.recording(str(endpoint), http.headers) as record:
             http[RECORD] = record

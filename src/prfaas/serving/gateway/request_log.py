@@ -242,6 +242,7 @@ class RequestLog:
         self._keep = keep
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._open: dict[str, RequestRecord] = {}
+        metrics.in_flight_requests.set_function(lambda: len(self._open))
         for step in WaitsFor:
             metrics.waiting_requests.labels(str(step)).set_function(partial(self._waiting, step))
 
@@ -255,7 +256,6 @@ class RequestLog:
         record = RequestRecord(uuid.uuid4().hex, endpoint, time.time(), time.perf_counter())
         self.add(record)
         self._open[record.request_id] = record
-        self._metrics.in_flight_requests.inc()
         request_id = REQUEST_ID.set(record.request_id)
         if self._tracing is not None:
             begun = self._tracing.begin(endpoint, headers or {}, record.at_s, record.began_s)
@@ -279,7 +279,6 @@ class RequestLog:
             REQUEST_ID.reset(request_id)
             del self._open[record.request_id]
             total_s = record.since("total", record.began_s) - record.began_s
-            self._metrics.in_flight_requests.dec()
             self._metrics.requests.labels(record.endpoint, record.route, record.outcome).inc()
             self._count(record, total_s)
             if self._keep is not None:

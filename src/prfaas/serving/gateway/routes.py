@@ -4,6 +4,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -127,13 +128,13 @@ class Routes:
     def __init__(
         self,
         deployment: Deployment,
-        handler_of: Callable[[Endpoint], Handler],
+        generate: Callable[[web.Request, Endpoint], Awaitable[web.StreamResponse]],
         context: GatewayContext,
         clients: Clients | None,
     ) -> None:
-        """`handler_of`: serves what engines answer. `clients`: who may send; None: everybody."""
+        """`generate`: serves what engines answer. `clients`: who may send; None: everybody."""
         self._model = deployment.model
-        self._handler_of = handler_of
+        self._generate = generate
         self._plane = context.plane
         self._draining = context.draining
         self._max_body_bytes = context.options.max_body_bytes
@@ -152,7 +153,7 @@ class Routes:
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/version", self._get_version, allow_head=False)
         for endpoint in Endpoint:
-            app.router.add_post(endpoint.path, self._handler_of(endpoint))
+            app.router.add_post(endpoint.path, partial(self._generate, endpoint=endpoint))
         return app
 
     @web.middleware

@@ -44,9 +44,7 @@ from prfaas.serving.gateway.ways.first_token import FirstTokenRules
 from prfaas.serving.gateway.ways.kv_transfer import KvTransfers
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
-from prfaas.serving.gateway.ways.pull import PulledHop
-from prfaas.serving.gateway.ways.push import PrefillHop
-from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
+from prfaas.serving.gateway.ways.push import PrefillHops
 from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.ledger_file import Ledger
 from prfaas.serving.pool.copier import PoolCopier
@@ -179,7 +177,7 @@ class Gateway:
             prefill=prefill,
             answers=Answering(context, tokenization=self._tokenization, prefill=prefill, shadow=self._shadow),
         )
-        self.routes = Routes(deployment, generation.handler_of, context, self.clients)
+        self.routes = Routes(deployment, generation.handle, context, self.clients)
         self._history = StateHistory(lambda: plane.state() | {"served": self._served.told()})
         token_file = config.admin.token_file
         token = None if token_file is None else load_token(token_file)
@@ -188,20 +186,14 @@ class Gateway:
             reloader.follow(self)
 
     def _prefills(self, key: bytes, context: GatewayContext) -> PrefillOrchestrator:
-        """The ways of KV, each of which hears at once what becomes of instances."""
-        push = PrefillHop(key, self._transfers, self._tenants, context)
-        pull = PulledHop(key, self._transfers, self._tenants, context)
+        """The ways of KV."""
         plane = self._plane
         plane.listeners.frozen.append(
             lambda name, reason: self._client.bar(plane.members.instance(name), reason)
         )
-        for hop in (push, pull):
-            plane.listeners.frozen.append(hop.frozen)
-            plane.listeners.silent.append(hop.silent)
-            plane.listeners.noticed.append(hop.noticed)
-        prefixes = PrefixMoves(push, self._copier, self._tenants, context)
-        remote = RemotePrefills(push, pull, prefixes, self._transfers, context)
-        return PrefillOrchestrator(remote, prefixes, self._first_tokens, context)
+        hops = PrefillHops(key, self._transfers, self._tenants, context)
+        prefixes = PrefixMoves(hops, self._copier, self._tenants, context)
+        return PrefillOrchestrator(hops, prefixes, self._first_tokens, context)
 
     def _keep(self, record: RequestRecord, total_s: float) -> None:
         """A request has ended after so many seconds: it is counted, and gets its row where there is a ledger."""
@@ -322,10 +314,7 @@ async def serve_gateway(
         ready: called with the bound port once clients can connect.
         admin_ready: called with the operators' bound port before.
 
-    Raises:
-        KeyFileError: the deployment's key can't be read.
-        AdminTokenError: the operators' token can't be read.
-        OSError: an address can't be bound.
+    Raises what `Gateway` does, and OSError where an address can't be bound.
     """
     process, config = process or GatewayProcess(), deployment.gateway
     async with contextlib.AsyncExitStack() as stack:

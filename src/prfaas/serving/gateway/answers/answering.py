@@ -24,7 +24,6 @@ from prfaas.serving.gateway.answers.transcript import (
     AnswerText,
     BegunAnswer,
     CannotResumeError,
-    LastWords,
     NotPlainError,
     StopAccount,
     StreamTranscript,
@@ -294,8 +293,9 @@ class Answering:
                 raise CannotResumeError("not-plain") from None
             if said is None:
                 raise CannotResumeError("in-call")
-            last = LastWords(said, taken.shown_before, held_chars)
-            seam = await self._answer_text.seam(begun.prompt.token_ids, taken.ids[:sent], last)
+            seam = await self._answer_text.seam(
+                begun.prompt.token_ids, taken.ids[:sent], said, taken.shown_before, held_chars
+            )
             if seam is None:
                 raise CannotResumeError("not-exact")
             sent, text = seam

@@ -51,11 +51,7 @@ class Decoder:
         self._json_threads = context.json_threads
 
     async def relay(self, ready: ReadyRequest, writer: ResponseWriter) -> web.StreamResponse:
-        """Pass one decode engine's whole answer on.
-
-        Raises:
-            EngineCallError: perhaps after a part of the answer.
-        """
+        """Pass one decode engine's whole answer on. Raises EngineCallError, perhaps after a part of it."""
         record = ready.request.record
         writer.ids = _taken_of(ready.request)
         async with self.open(ready) as answer:
@@ -90,13 +86,10 @@ class Decoder:
 
     @asynccontextmanager
     async def open(self, ready: ReadyRequest) -> AsyncIterator[EngineResponse]:
-        """The decode engine's answer, its headers read.
+        """The decode engine's answer, its headers read. Raises EngineCallError.
 
         What is still staged at the engine is freed unless the answer has status 200 and the body ends without an
         exception.
-
-        Raises:
-            EngineCallError: the engine does not answer.
         """
         request, ended_well = ready.request, False
         try:

@@ -244,8 +244,10 @@ def _ids_prompt(ids: Sequence[object], field: str) -> Prompt:
     """Of ids that are out of range the engine says so. Raises ApiError 400 for what is no id."""
     if not set(map(type, ids)) <= {int}:
         raise ApiError(400, f"`{field}` must have token ids that are whole numbers, or texts.", param=field)
-    found = as_token_ids(ids)
-    return DirectPrompt("malformed") if found is None else TokenPrompt(found)
+    try:
+        return TokenPrompt(array("I", cast(Sequence[int], ids))) if ids else DirectPrompt("malformed")
+    except OverflowError:
+        return DirectPrompt("malformed")
 
 
 def _batch_prompt(body: Mapping[str, Any], prompts: Sequence[object]) -> Prompt:
@@ -259,16 +261,6 @@ def _embeds_prompt(embeds: object) -> Prompt:
     if not each or not all(isinstance(one, str) for one in each):
         return DirectPrompt("malformed")
     return EmbedsPrompt(sum(map(len, each)))
-
-
-def as_token_ids(ids: Sequence[object]) -> "array[int] | None":
-    """`ids` as uint32; None unless they are at least one and all ints (no booleans) within 0 .. 2^32 - 1."""
-    if set(map(type, ids)) != {int}:
-        return None
-    try:
-        return array("I", cast(Sequence[int], ids))
-    except OverflowError:
-        return None
 
 
 def _chat_prompt(body: Mapping[str, Any], has_media: bool) -> Prompt:

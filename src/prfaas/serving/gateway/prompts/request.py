@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -12,7 +12,7 @@ from prfaas.core.prefix.hashing import MediaItem, PromptChains
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.prompts.prompt import Endpoint, Prompt
 from prfaas.serving.gateway.request_log import RequestRecord
-from prfaas.serving.transport.protocol.ticket import TENANT_BYTES, TransferAttributes, TransferClass
+from prfaas.serving.transport.protocol.ticket import TENANT_BYTES, TransferClass
 
 _TENANT_PURPOSE = b"prfaas tenant\x00"
 _CLIENT_PURPOSE = b"client\x00"
@@ -223,12 +223,6 @@ class Tenants:
         # Not the salt itself: a ticket may be read by anybody.
         mark = hmac.digest(self._key, _LINK_PURPOSE + salt.encode(), hashlib.sha256)[:TENANT_BYTES]
         return TransferClass(mark, self._weights.get(salt, 1), background)
-
-    def of_tenant(self, attributes: TransferAttributes, salt: str) -> TransferAttributes:
-        """The same for a transfer of the tenant with this salt."""
-        return replace(
-            attributes, service=self.transfer_class(salt, background=attributes.service.background)
-        )
 
     def _salt(self, value: bytes) -> str:
         return hmac.digest(self._key, _TENANT_PURPOSE + value, hashlib.sha256)[:_SALT_BYTES].hex()

@@ -58,28 +58,27 @@ class LocalTokenizer:
             return None
         return cls(encoder_of(file), ChatTemplate.of_model(model.path), threads, model.max_model_len)
 
-    @property
-    def has_template(self) -> bool:
-        return self._template is not None
-
     async def text_ids(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Ids of `text`; special tokens written in it are recognised, as in vLLM. Raises ApiError for one too long."""
         return await self._threads.run(len(text), self._encode, text, add_special_tokens=add_special_tokens)
 
     async def chat_ids(
         self, messages: Sequence[tuple[str, str | tuple[str, ...]]], size_bytes: int
-    ) -> "array[int]":
-        """Ids of the rendered conversation with a generation prompt. Raises jinja2.TemplateError, and ApiError.
+    ) -> "array[int] | None":
+        """Ids of the rendered conversation with a generation prompt; None where an engine has to render it.
 
-        `size_bytes`: of the body that it came in; empty messages take as long to render as others.
+        `size_bytes`: of the body that it came in; empty messages take as long to render as others. Raises ApiError.
         """
         template = self._template
         if template is None:
-            raise ValueError("the model has no chat template that the gateway can render")
+            return None
         # The template writes its special tokens itself.
-        return await self._threads.run(
-            size_bytes, lambda: self._encode(template.render(messages), add_special_tokens=False)
-        )
+        try:
+            return await self._threads.run(
+                size_bytes, lambda: self._encode(template.render(messages), add_special_tokens=False)
+            )
+        except jinja2.TemplateError:
+            return None
 
     def check_length(self, text: str) -> None:
         """Raises ApiError for a text of more characters than the model's tokens can stand for."""
@@ -220,13 +219,9 @@ class Tokenization:
         self._agreed.pop(name, None)
 
     async def tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
-        """The prompt's token ids and the hashes of its blocks.
+        """The prompt's token ids and the hashes of its blocks, or why the decode engine has to prefill all of it.
 
-        Returns:
-            DirectPrompt, with the reason, when the decode engine has to prefill all of it.
-
-        Raises:
-            ApiError: 400, it is longer than the model takes.
+        Raises ApiError 400 for one that is longer than the model takes.
         """
         begun_s = time.perf_counter()
         try:
@@ -260,7 +255,7 @@ class Tokenization:
         if isinstance(prompt, EmbedsPrompt):
             return DirectPrompt("embeds", (max(int(prompt.encoded_chars / self._embedding_chars), 1),))
         try:
-            prompts = await self._prompts(request, prompt)
+            prompts = await self._all_own_ids(request, prompt) or await self.rendered(request)
         except EngineCallError as error:
             # 403: the engine renders nothing, for nobody.
             if error.is_clients_fault and error.status != HTTPStatus.FORBIDDEN:
@@ -302,12 +297,6 @@ class Tokenization:
         if request.whole is None and (media or request.has_media) and not can_move:
             return "media"
         return request.whole
-
-    async def _prompts(
-        self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt
-    ) -> list[RenderedIds]:
-        """Each prompt in ids. Raises EngineCallError."""
-        return await self._all_own_ids(request, prompt) or await self.rendered(request)
 
     async def rendered(self, request: ServingRequest) -> list[RenderedIds]:
         """Each prompt as an engine makes it. Raises EngineCallError and NoDecodeInstanceError.
@@ -363,12 +352,7 @@ class Tokenization:
             return None
         if isinstance(prompt, TextPrompt):
             return await self._local.text_ids(prompt.text, add_special_tokens=prompt.add_special_tokens)
-        if prompt.plain is None or not self._local.has_template:
-            return None
-        try:
-            return await self._local.chat_ids(prompt.plain, size_bytes)
-        except jinja2.TemplateError:
-            return None
+        return None if prompt.plain is None else await self._local.chat_ids(prompt.plain, size_bytes)
 
     async def learn(self, decode: Instance) -> None:
         """Find out whether an engine makes the own tokenizer's ids, unless it is known. Raises EngineCallError."""

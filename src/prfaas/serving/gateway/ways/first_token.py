@@ -3,7 +3,7 @@ what is told of it."""
 
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -41,11 +41,6 @@ class FirstTokenAsk:
     """Fields of a text completion."""
     stops: Sequence[str] = ()
     """Stop strings."""
-
-    def body_fields(self) -> Json:
-        """Fields of the prefill's request. Tokens' ids come back as names: asked for otherwise, vLLM would send all of
-        the prompt's ids with them."""
-        return {**self.sampling, "logprobs": 0, "return_tokens_as_token_ids": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +164,8 @@ class FirstTokenRules:
         if body.get("min_tokens"):
             # vLLM takes no larger minimum than what is asked for.
             sampling["min_tokens"] = 1
+        # Tokens' ids come back as names: asked for otherwise, vLLM would send all of the prompt's ids with them.
+        sampling |= {"logprobs": 0, "return_tokens_as_token_ids": True}
         return FirstTokenAsk(sampling, stop_strings(body))
 
     def shows_first(self, request: ServingRequest) -> bool:
@@ -194,16 +191,11 @@ class FirstTokenRules:
         return None
 
 
-def _arguments(deployment: Deployment) -> Iterator[str]:
-    """The names of the arguments that the file gives engines."""
-    of_clusters = (cluster.extra_args for cluster in deployment.clusters)
-    for argument in chain(deployment.engine.extra_args, *of_clusters):
-        yield argument.partition("=")[0]
-
-
 def _shaping_setting(deployment: Deployment, defaults: Json) -> str | None:
     """The setting of the engines or of the checkpoint that rules first tokens from the prefill out."""
-    for name in _arguments(deployment):
+    of_clusters = (cluster.extra_args for cluster in deployment.clusters)
+    for argument in chain(deployment.engine.extra_args, *of_clusters):
+        name = argument.partition("=")[0]
         if name in _SHAPING_ARGS:
             return name
     return next((f"{_DEFAULTS_FILE}: {name}" for name in _SHAPING_DEFAULTS if defaults.get(name)), None)

@@ -147,9 +147,7 @@ class KvTransfers:
 
         `on_soon` is called with the tokens that the producer had cached, once every rank expects all bytes within
         `lead_s`; not at all where the producer does not tell them. `pulled`: the consumer's ranks read it with NIXL.
-
-        Raises:
-            TransferFailedError: as soon as one rank will not get them.
+        Raises TransferFailedError as soon as one rank will not get them.
         """
         watched = self._watched(ticket, pulled=pulled)
         left = len(watched)
@@ -198,8 +196,7 @@ class KvTransfers:
     async def keep(self, ticket: Ticket, reason: str) -> int:
         """End a transfer that will not complete, and have kept what has come of it. Never raises.
 
-        Returns:
-            After how many tokens the engine can go on; 0: after none.
+        Returns after how many tokens the engine can go on; 0: after none.
         """
         statuses = []
         try:

@@ -14,11 +14,10 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     MovedPrefix,
     TransferDone,
 )
-from prfaas.serving.gateway.ways.push import PrefillHop, TransferSpec
+from prfaas.serving.gateway.ways.push import PrefillHops, PushHop, TransferSpec
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.tracing import AttributeValue
 from prfaas.serving.transport.protocol.requests import CopyResult
-from prfaas.serving.transport.protocol.ticket import TransferAttributes, TransferClass
 
 
 class PrefixMoves:
@@ -26,12 +25,12 @@ class PrefixMoves:
 
     def __init__(
         self,
-        hop: PrefillHop,
+        hops: PrefillHops,
         copier: PoolCopier,
         tenants: Tenants,
         context: GatewayContext,
     ) -> None:
-        self._hop = hop
+        self._hops = hops
         self._copier = copier
         self._tenants = tenants
         self._plane = context.plane
@@ -65,7 +64,7 @@ class PrefixMoves:
         """Pool to pool."""
         pool = self._context.running.current.pool_of(self._plane.members.instance(decision.prefill))
         if pool is None:
-            self._note(request, "target", 0)
+            self._note(request, "target", None)
             return CopyResult(0, 0, "target: there is no pool")
         begun_s = time.perf_counter()
         source = self._context.running.current.pool_named(wanted.source)
@@ -86,7 +85,8 @@ class PrefixMoves:
             )
         if result.reason:
             request.record.note(f"a prefix of pool {wanted.source} did not come whole: {result.reason}")
-        self._note(request, result.outcome, result.copied_bytes)
+        copied_bytes = result.copied_bytes
+        self._note(request, result.outcome, TransferredBytes(copied_bytes, 0) if copied_bytes else None)
         self.bill.add(request.record, source.cluster, pool.cluster, result.copied_bytes)
         told: dict[str, AttributeValue] = {
             "prfaas.kv.producer": wanted.source,
@@ -116,29 +116,27 @@ class PrefixMoves:
                 token_ids=prompt.token_ids[:prefix_tokens],
                 skip_tokens=wanted.skip_tokens,
                 kv_bytes=wanted.kv_bytes,
-                # Only an abundant link is worth a cache transfer (section 3.4.3).
-                attributes=TransferAttributes(service=TransferClass(background=True)),
+                background=True,
             )
             try:
                 # Not `measured`: how long it took says nothing about the prefill.
                 with self._plane.prefilling(decision):
-                    done = await self._hop.run(spec, request)
+                    done = await PushHop(self._hops, spec, request).run()
             except HopFailedError as failure:
                 outcome = failure.reason
-        self._note(request, outcome, 0 if done is None else done.moved.total_bytes)
+        self._note(request, outcome, None if done is None else done.moved)
         if done is not None:
-            request.record.prefix_moved = done.moved
             source, target = (self._plane.members.instance(name) for name in (spec.producer, spec.consumer))
             self.bill.add(request.record, source.cluster, target.cluster, done.moved.sent_bytes)
             request.record.took("cache_transfer", done.transfer_s)
         return done
 
-    def _note(self, request: ServingRequest, outcome: str, moved_bytes: int) -> None:
+    def _note(self, request: ServingRequest, outcome: str, moved: TransferredBytes | None) -> None:
         self._metrics.cache_transfers.labels(outcome).inc()
         request.record.prefix_outcome = outcome
-        if moved_bytes:
-            self._metrics.cache_transferred_bytes.inc(moved_bytes)
-            request.record.prefix_moved = TransferredBytes(moved_bytes, 0)
+        if moved is not None:
+            self._metrics.cache_transferred_bytes.inc(moved.total_bytes)
+            request.record.prefix_moved = moved
 
 
 def _without_transfer(decision: Decision, num_tokens: int, held_tokens: int) -> Decision:

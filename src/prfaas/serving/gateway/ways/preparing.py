@@ -21,6 +21,7 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     MovedPrefix,
 )
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
+from prfaas.serving.gateway.ways.push import PrefillHops
 from prfaas.serving.gateway.ways.ready_requests import (
     DecidedRequest,
     DirectRequest,
@@ -31,7 +32,7 @@ from prfaas.serving.gateway.ways.ready_requests import (
     MovingRequest,
     ReadyRequest,
 )
-from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
+from prfaas.serving.gateway.ways.remote_prefill import RemotePrefill
 
 # Prefills elsewhere that one request may try before its decode engine prefills.
 _PREFILL_ATTEMPTS = 2
@@ -42,12 +43,12 @@ class PrefillOrchestrator:
 
     def __init__(
         self,
-        remote: RemotePrefills,
+        hops: PrefillHops,
         prefixes: PrefixMoves,
         first_tokens: FirstTokenRules,
         context: GatewayContext,
     ) -> None:
-        self._remote = remote
+        self._hops = hops
         self._prefixes = prefixes
         self._first_tokens = first_tokens
         self._plane = context.plane
@@ -107,7 +108,15 @@ class PrefillOrchestrator:
                 return self._at_decode(request, prompt, decision, "staging", fallback)
             attempt = request.record.start(decision, num_tokens)
             try:
-                ready = await self._remote.begin(request, prompt, attempt, ask)
+                ready = await RemotePrefill(
+                    self._hops,
+                    self._prefixes,
+                    self._context,
+                    request=request,
+                    prompt=prompt,
+                    attempt=attempt,
+                    ask=ask,
+                ).begin()
             except HopFailedError as failure:
                 fallback = failure.reason
                 self._fell_back(request, fallback)
@@ -115,7 +124,7 @@ class PrefillOrchestrator:
                     kept_tokens, is_preempted = failure.kept.usable_tokens, fallback == PREEMPTED
                     if goes_on_at_decode(kept_tokens, num_tokens, is_preempted=is_preempted):
                         return self._from_kept(request, prompt, attempt.decision, failure.kept, fallback)
-                    self._remote.transfers.abandon(failure.kept.ticket, "another engine prefills all of it")
+                    self._hops.transfers.abandon(failure.kept.ticket, "another engine prefills all of it")
                 failed.add(attempt.decision.prefill)
                 another = None if failure.hopeless else self._another(prompt, failed, fallback)
                 if another is None:
@@ -156,10 +165,8 @@ class PrefillOrchestrator:
     ) -> ReadyRequest:
         """The same for a request that instances `avoid` have failed, by a new decision.
 
-        `near_after`: inside of the PD cluster, since a prefill elsewhere has failed for that reason.
-
-        Raises:
-            NoDecodeInstanceError: no other engine can decode.
+        `near_after`: inside of the PD cluster, since a prefill elsewhere has failed for that reason. Raises
+        NoDecodeInstanceError.
         """
         if isinstance(prompt, DirectPrompt):
             return self._direct(request, prompt, self.whole(prompt, avoid))
@@ -268,7 +275,7 @@ class PrefillOrchestrator:
         """The decode engine may never take the transfer: have its staging freed."""
         transfer = ready.given_up()
         if transfer is not None:
-            self._remote.transfers.abandon(transfer.ticket, reason)
+            self._hops.transfers.abandon(transfer.ticket, reason)
 
     def _note_rejections(self, request: ServingRequest, consumer: str) -> None:
         for producer in self._plane.members.instances:

@@ -44,7 +44,6 @@ from prfaas.serving.gateway.ways.kv_transfer import (
 from prfaas.serving.tasks import end_all
 from prfaas.serving.tracing import CANCELLED, AttributeValue, RequestSpans
 from prfaas.serving.transport.protocol.ticket import (
-    PLAIN,
     TRANSFER_ID_BYTES,
     Ticket,
     TransferAttributes,
@@ -76,8 +75,13 @@ class TransferSpec:
     """What is expected to move: `Decision.kv_bytes`."""
     media: Sequence[MediaItem] = ()
     """In the whole prompt. With any the producer renders it from the client's body."""
-    attributes: TransferAttributes = PLAIN
-    """What its ticket is to say of it, less whose it is."""
+    uses: int = 1
+    """Requests of the consumer that load it."""
+    checkpoint_tokens: int = 0
+    """How far its checkpoints are apart; 0: it has none."""
+    background: bool = False
+    """Whether it leaves a link to others: a prefix that is moved for a prefill, for which only an abundant link is
+    worth it (section 3.4.3)."""
     sealed_from: str | None = None
     """The sealed ticket of a prefix that the producer loads first."""
     sampling: Json | None = None
@@ -99,7 +103,7 @@ class HopTrace:
         self._spec = spec
         self._links = plane.links
         self._resent_bytes = plane.links.resent_bytes(spec.producer, spec.consumer)
-        purpose = "prefix" if spec.attributes.service.background else "request"
+        purpose = "prefix" if spec.background else "request"
         self._prefill = trace.open(
             "prefill",
             {
@@ -156,128 +160,121 @@ class HopTrace:
         self._prefill.end(CANCELLED if in_transfer else reason)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenHop:
-    """A prefill and its transfer that are under way."""
+class PrefillHops:
+    """What all hops share, and those that are under way: each hears at once what becomes of its instances."""
 
-    spec: TransferSpec
-    ticket: Ticket
-    sealed: str
-    """The ticket as the producer is told it."""
-    body: bytes
-    """The producer's request."""
-    request: ServingRequest
-    spans: HopTrace
-    soon: "asyncio.Future[StartedTransfer] | None"
-    """Gets the transfer when a request for the KV may be sent; None: nobody waits for that."""
-
-
-class PrefillHop:
-    """Has a producer prefill and send, reports producers that fail, and frees what they leave in staging."""
-
-    def __init__(
-        self,
-        key: bytes,
-        transfers: KvTransfers,
-        tenants: Tenants,
-        context: GatewayContext,
-    ) -> None:
+    def __init__(self, key: bytes, transfers: KvTransfers, tenants: Tenants, context: GatewayContext) -> None:
         """`key` seals tickets."""
-        self._key = key
-        self._tenants = tenants
-        self._running = context.running
-        self._transfers = transfers
-        self._plane = context.plane
-        self._client = context.client
-        self._metrics = context.metrics
-        self._json_threads = context.json_threads
-        self._options = context.options
-        self._arriving: dict[Arrival, TransferSpec] = {}
+        self.key = key
+        self.transfers = transfers
+        self.tenants = tenants
+        self.context = context
+        self.open: set[PushHop] = set()
         self._frozen: dict[str, str] = {}
-        self._given_up: dict[Arrival, TransferFailedError] = {}
+        listeners = context.plane.listeners
+        listeners.frozen.append(self._freeze)
+        listeners.silent.append(self._silence)
+        listeners.noticed.append(self._notice)
 
-    def frozen(self, name: str, reason: str | None) -> None:
+    def _freeze(self, name: str, reason: str | None) -> None:
         """An instance is frozen: nothing waits any longer for what it was to send or to receive. None: not any more."""
         if reason is None:
             self._frozen.pop(name, None)
             return
         self._frozen[name] = reason
-        for arrival, spec in self._arriving.items():
-            if name in (spec.producer, spec.consumer):
-                arrival.cancel()
+        for hop in self.open:
+            if name in (hop.spec.producer, hop.spec.consumer):
+                hop.give_up()
 
-    def silent(self, producer: str, consumer: str, sentence: str) -> None:
+    def _silence(self, producer: str, consumer: str, sentence: str) -> None:
         """The producer has given up its path to the consumer: nothing waits for what it was to send there."""
-        for arrival, spec in self._arriving.items():
-            if (producer, consumer) == (spec.producer, spec.consumer):
-                self._give_up(arrival, LINK_SILENT, f"{producer} to {consumer}: {sentence}")
+        for hop in self.open:
+            if (producer, consumer) == (hop.spec.producer, hop.spec.consumer):
+                hop.give_up(TransferFailedError(LINK_SILENT, f"{producer} to {consumer}: {sentence}"))
 
-    def noticed(self, producer: str, notice_s: float) -> None:
+    def _notice(self, producer: str, notice_s: float) -> None:
         """The producer is taken away in so many seconds: what it would not have sent until then goes elsewhere now."""
-        for arrival, spec in self._arriving.items():
-            if spec.producer == producer and (left_s := spec.left_s()) > notice_s:
+        for hop in self.open:
+            if hop.spec.producer == producer and (left_s := hop.spec.left_s()) > notice_s:
                 sentence = f"{producer} is gone in {notice_s:g} s, and this would have taken {left_s:.1f} s"
-                self._give_up(arrival, PREEMPTED, sentence)
+                hop.give_up(TransferFailedError(PREEMPTED, sentence))
 
-    def _give_up(self, arrival: Arrival, reason: str, sentence: str) -> None:
-        self._given_up[arrival] = TransferFailedError(reason, sentence)
-        arrival.cancel()
+    def check_frozen(self, spec: TransferSpec) -> None:
+        """Raises TransferFailedError where one of the two instances is frozen."""
+        if spec.consumer in self._frozen:
+            raise TransferFailedError(CONSUMER_FROZEN, f"{spec.consumer}: {self._frozen[spec.consumer]}")
+        if spec.producer in self._frozen:
+            raise TransferFailedError(FROZEN, f"{spec.producer}: {self._frozen[spec.producer]}")
 
-    async def run(
+
+class PushHop:
+    """Has a producer prefill and send, reports it if it fails, and frees what it leaves in staging. `run` is all."""
+
+    def __init__(
         self,
+        hops: PrefillHops,
         spec: TransferSpec,
         request: ServingRequest,
         soon: "asyncio.Future[StartedTransfer] | None" = None,
-        *,
-        keeps: bool = False,
-    ) -> TransferDone:
-        """Prefill and move the KV, until all bytes are at the consumer.
+    ) -> None:
+        """`soon` gets the transfer some time (`transfer.decode_lead_s`) before all bytes are at the consumer, perhaps
+        before the prefill's end: a request for the KV may be sent then. If the hop fails later, the consumer prefills
+        such a request itself."""
+        self.spec = spec
+        self._hops = hops
+        self._request = request
+        self._soon = soon
+        self._transfers = hops.transfers
+        self._plane, self._options = hops.context.plane, hops.context.options
+        self._ticket: Ticket
+        self._sealed: str
+        self._spans: HopTrace
+        self._arrival: Arrival
+        self._given_up: TransferFailedError | None = None
 
-        `soon` gets the transfer some time (`transfer.decode_lead_s`) before that, perhaps before the prefill's end: a
-        request for the KV may be sent then. If this fails later, the consumer prefills such a request itself.
+    def give_up(self, why: TransferFailedError | None = None) -> None:
+        """Nothing waits for the transfer any longer. `why`: unless an instance is frozen."""
+        self._given_up = why or self._given_up
+        self._arrival.cancel()
+
+    async def run(self, *, keeps: bool = False) -> TransferDone:
+        """Prefill and move the KV, until all bytes are at the consumer.
 
         Raises:
             HopFailedError: the prefill or the transfer failed. What has arrived is freed, or kept as `keeps` allows.
         """
+        spec, request, context = self.spec, self._request, self._hops.context
         # 1. A ticket that lets the producer write at the consumer, and the producer's request.
-        ticket, sealed, body = await self._json_threads.run(
-            len(spec.token_ids) * JSON_BYTES_PER_TOKEN, self._sealed_request, spec, request
-        )
-        spans = HopTrace(request.record.trace, spec, self._plane)
-        hop = OpenHop(
-            spec=spec,
-            ticket=ticket,
-            sealed=sealed,
-            body=body,
-            request=request,
-            spans=spans,
-            soon=soon,
-        )
+        size_bytes = len(spec.token_ids) * JSON_BYTES_PER_TOKEN
+        body = await context.json_threads.run(size_bytes, self._sealed_request)
+        self._spans = HopTrace(request.record.trace, spec, self._plane)
         try:
-            with self._metrics.in_flight_transfers.track_inprogress():
+            with context.metrics.in_flight_transfers.track_inprogress():
                 # 2. The producer prefills and sends; the consumer's ranks say when all bytes are there.
-                return await self._prefill_and_transfer(hop)
+                return await self._prefill_and_transfer(body)
         except BaseException as error:
             # None: the client has left. No request will load what has arrived then either.
             failure = error if isinstance(error, EngineCallError | TransferFailedError) else None
             kept: KeptPart | None = None
             try:
                 if keeps and failure is not None:
-                    kept = await kept_part(self._transfers, ticket, sealed, failure)
+                    kept = await kept_part(self._transfers, self._ticket, self._sealed, failure)
             finally:
                 if kept is None:
                     why = "the request was cancelled" if failure is None else str(failure)
-                    self._transfers.abandon(ticket, why)
+                    self._transfers.abandon(self._ticket, why)
                 word = CANCELLED if failure is None else failure.reason
-                spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
+                self._spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
             if failure is None:
                 raise
             if failure.reason == INCOMPATIBLE:
                 request.record.note(f"{spec.producer} and {spec.consumer} are incompatible: {failure}")
-            raise self._report(spec, failure, kept) from None
+            raise self._report(failure, kept) from None
 
-    def _sealed_request(self, spec: TransferSpec, request: ServingRequest) -> tuple[Ticket, str, bytes]:
-        ticket = Ticket.issue(
+    def _sealed_request(self) -> bytes:
+        """The producer's request, with a new ticket."""
+        spec, request = self.spec, self._request
+        self._ticket = Ticket.issue(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=spec.producer,
             consumer=spec.consumer,
@@ -286,63 +283,63 @@ class PrefillHop:
             prompt_digest=prompt_digest(spec.token_ids, request.salt, request.adapter, spec.media),
             lifetime_s=self._options.ticket_lifetime_s,
             now_s=time.time(),
-            attributes=self._tenants.of_tenant(spec.attributes, request.salt),
+            attributes=TransferAttributes(
+                uses=spec.uses,
+                service=self._hops.tenants.transfer_class(request.salt, background=spec.background),
+                checkpoint_tokens=spec.checkpoint_tokens,
+            ),
         )
-        sealed = self._as_told(ticket.seal(self._key))
-        return ticket, sealed, self._prefill_request(spec, request, sealed)
-
-    def _as_told(self, sealed_ticket: str) -> str:
-        """The ticket as the producer is told it."""
-        return sealed_ticket
-
-    @staticmethod
-    def _prefill_request(spec: TransferSpec, request: ServingRequest, sealed: str) -> bytes:
+        self._sealed = self._as_told(self._ticket.seal(self._hops.key))
         if spec.media:
             limit = "max_output_tokens" if request.endpoint is Endpoint.RESPONSES else "max_tokens"
-            return media_prefill_body(request.body, sealed, limit, request.salt)
+            return media_prefill_body(request.body, self._sealed, limit, request.salt)
         return prefill_body(
             request.model,
             spec.token_ids,
-            sealed,
+            self._sealed,
             salt=request.salt,
             sealed_from=spec.sealed_from,
             sampling=spec.sampling,
         )
 
-    async def _prefill(self, hop: OpenHop) -> bytes:
+    def _as_told(self, sealed_ticket: str) -> str:
+        """The ticket as the producer is told it."""
+        return sealed_ticket
+
+    async def _prefill(self, body: bytes) -> bytes:
         """The producer's answer. Raises EngineCallError."""
-        producer = self._plane.members.instance(hop.spec.producer)
-        headers, timeout_s = hop.spans.headers(hop.request.headers), self._options.prefill_timeout_s
-        endpoint = hop.request.endpoint if hop.spec.media else Endpoint.COMPLETIONS
-        answer = await self._client.call(producer, endpoint.path, hop.body, headers, timeout_s)
-        hop.spans.prefilled(cached_tokens_of(answer))
+        producer = self._plane.members.instance(self.spec.producer)
+        headers, timeout_s = self._spans.headers(self._request.headers), self._options.prefill_timeout_s
+        endpoint = self._request.endpoint if self.spec.media else Endpoint.COMPLETIONS
+        answer = await self._hops.context.client.call(producer, endpoint.path, body, headers, timeout_s)
+        self._spans.prefilled(cached_tokens_of(answer))
         return answer
 
-    async def _prefill_and_transfer(self, hop: OpenHop) -> TransferDone:
+    async def _prefill_and_transfer(self, body: bytes) -> TransferDone:
         """The request and the transfer at the same time; the first to fail ends the other."""
-        spec, clock = hop.spec, time.perf_counter
-        start_s, late_s = clock(), self._deadline_s(spec)
-        self._check_frozen(spec)
-        loop, waiting = asyncio.get_running_loop(), self._wait(hop, self._options.prefill_timeout_s + late_s)
+        spec, clock = self.spec, time.perf_counter
+        start_s, late_s = clock(), self._deadline_s()
+        self._hops.check_frozen(spec)
+        loop, waiting = asyncio.get_running_loop(), self._wait(self._options.prefill_timeout_s + late_s)
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
-        prefilling = loop.create_task(self._prefill(hop))
-        arrival = loop.create_task(waiting)
-        self._arriving[arrival] = spec
-        arrival.add_done_callback(hop.spans.arrived)
+        prefilling = loop.create_task(self._prefill(body))
+        self._arrival = arrival = loop.create_task(waiting)
+        self._hops.open.add(self)
+        arrival.add_done_callback(self._spans.arrived)
         try:
             await asyncio.wait((prefilling, arrival), return_when=asyncio.FIRST_COMPLETED)
             if arrival.done():
                 # Raises what went wrong with it. If nothing did, only the prefill's answer is missing.
-                self._arrived(spec, arrival)
+                self._arrived()
             answer = await prefilling
             prefill_s = clock() - start_s
             _take(spec, answer)
-            started = self._started(hop, answer)
-            await self._wait_for_rest(hop, arrival, late_s)
-            moved = self._arrived(spec, arrival)
+            started = self._started(answer)
+            await self._wait_for_rest(late_s)
+            moved = self._arrived()
             cached_tokens = moved.cached_tokens if started.cached_tokens is None else started.cached_tokens
             return TransferDone(
-                ticket=hop.ticket,
+                ticket=self._ticket,
                 sealed=started.sealed,
                 cached_tokens=cached_tokens,
                 moved=moved,
@@ -350,101 +347,103 @@ class PrefillHop:
                 transfer_s=clock() - start_s,
             )
         finally:
-            del self._arriving[arrival]
-            self._given_up.pop(arrival, None)
+            self._hops.open.discard(self)
             await end_all(prefilling, arrival)
 
-    def _wait(self, hop: OpenHop, timeout_s: float) -> Coroutine[Any, Any, TransferredBytes]:
+    def _wait(self, timeout_s: float) -> Coroutine[Any, Any, TransferredBytes]:
         """Waits for all bytes of the transfer. Raises TransferFailedError, at once where it can't be."""
-        spec = hop.spec
-        _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
-        lead_s = self._running.current.transfer.decode_lead_s if hop.soon is not None else 0.0
+        self._check_compatible()
+        lead_s = self._hops.context.running.current.transfer.decode_lead_s if self._soon is not None else 0.0
 
         def soon(cached_tokens: int) -> None:
-            tell(hop.soon, StartedTransfer(hop.ticket, hop.sealed, cached_tokens))
+            tell(self._soon, StartedTransfer(self._ticket, self._sealed, cached_tokens))
 
-        return self._transfers.wait(hop.ticket, timeout_s, lead_s, soon)
+        return self._transfers.wait(self._ticket, timeout_s, lead_s, soon)
 
-    def _started(self, hop: OpenHop, answer: bytes) -> StartedTransfer:
+    def _started(self, answer: bytes) -> StartedTransfer:
         """The transfer, now that the producer has answered."""
-        return StartedTransfer(hop.ticket, hop.sealed, cached_tokens_of(answer))
+        return StartedTransfer(self._ticket, self._sealed, cached_tokens_of(answer))
 
-    def _arrived(self, spec: TransferSpec, arrival: Arrival) -> TransferredBytes:
+    def _arrived(self) -> TransferredBytes:
         """What a transfer that is over has moved. Raises TransferFailedError."""
-        if arrival.cancelled():
-            self._check_frozen(spec)
-            if arrival in self._given_up:
-                raise self._given_up[arrival]
+        if self._arrival.cancelled():
+            spec = self.spec
+            self._hops.check_frozen(spec)
+            if self._given_up is not None:
+                raise self._given_up
             raise TransferFailedError(FROZEN, f"{spec.producer} or {spec.consumer} was frozen for a moment")
-        return arrival.result()
+        return self._arrival.result()
 
-    def _check_frozen(self, spec: TransferSpec) -> None:
-        if spec.consumer in self._frozen:
-            raise TransferFailedError(CONSUMER_FROZEN, f"{spec.consumer}: {self._frozen[spec.consumer]}")
-        if spec.producer in self._frozen:
-            raise TransferFailedError(FROZEN, f"{spec.producer}: {self._frozen[spec.producer]}")
-
-    async def _wait_for_rest(self, hop: OpenHop, arrival: Arrival, late_s: float) -> None:
+    async def _wait_for_rest(self, late_s: float) -> None:
         """The prefill has answered: see that the transfer ends in time. Raises TransferFailedError."""
+        spec, arrival = self.spec, self._arrival
         if arrival.done():
             return
-        spec = hop.spec
-        if not await self._is_announced(hop, arrival):
-            await self._ask_consumer(spec)
-            if not arrival.done() and not self._transfers.announced(hop.ticket):
+        if not await self._is_announced():
+            await self._ask_consumer()
+            if not arrival.done() and not self._transfers.announced(self._ticket):
                 raise TransferFailedError(
                     "not-announced", f"{spec.producer} prefilled but opened no transfer to {spec.consumer}"
                 )
-        if not arrival.done():
-            await asyncio.wait((arrival,), timeout=late_s)
-        if not arrival.done():
-            await self._ask_consumer(spec)
-            reason = "transfer-deadline" if self._link_bits_per_s(spec) is None else LINK_SLOW
-            raise TransferFailedError(reason, f"not complete {late_s:.0f} s after the prefill")
+        reason = "transfer-deadline" if self._link_bits_per_s() is None else LINK_SLOW
+        await self._wait_until_late(late_s, reason, f"not complete {late_s:.0f} s after the prefill")
 
-    async def _ask_consumer(self, spec: TransferSpec) -> None:
+    async def _wait_until_late(self, late_s: float, reason: str, sentence: str) -> None:
+        """Raises TransferFailedError with `reason` where the transfer takes longer than `late_s` from now on."""
+        if not self._arrival.done():
+            await asyncio.wait((self._arrival,), timeout=late_s)
+        if not self._arrival.done():
+            await self._ask_consumer()
+            raise TransferFailedError(reason, sentence)
+
+    async def _ask_consumer(self) -> None:
         """Before the producer is blamed for what a consumer has not told. Raises TransferFailedError."""
-        if not await self._transfers.answers(spec.consumer, _ASK_CONSUMER_S):
-            raise TransferFailedError(CONSUMER_SILENT, f"the KV port of {spec.consumer} does not answer")
+        consumer = self.spec.consumer
+        if not await self._transfers.answers(consumer, _ASK_CONSUMER_S):
+            raise TransferFailedError(CONSUMER_SILENT, f"the KV port of {consumer} does not answer")
 
-    async def _is_announced(self, hop: OpenHop, arrival: Arrival) -> bool:
+    async def _is_announced(self) -> bool:
         """Wait for the transfer to be opened. Raises TransferFailedError as soon as it is known that it cannot be."""
-        spec, clock = hop.spec, self._plane.loop_clock
+        clock = self._plane.loop_clock
         until_s = clock() + self._options.announce_grace_s
-        _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
-        while not self._transfers.announced(hop.ticket):
+        self._check_compatible()
+        while not self._transfers.announced(self._ticket):
             left_s = until_s - clock()
             # Not asked at once: most transfers are announced in a moment, and this would hold them up.
-            await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, max(left_s, 0.0)))
-            if arrival.done():
+            await asyncio.wait((self._arrival,), timeout=min(_ASK_PRODUCER_S, max(left_s, 0.0)))
+            if self._arrival.done():
                 break
-            await self._plane.rank_stats.ask(spec.producer)
-            _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
+            await self._plane.rank_stats.ask(self.spec.producer)
+            self._check_compatible()
             if left_s <= 0:
                 return False
         return True
 
-    def _deadline_s(self, spec: TransferSpec) -> float:
+    def _check_compatible(self) -> None:
+        rejection = self._plane.compatibility.reason(self.spec.producer, self.spec.consumer)
+        if rejection is not None:
+            raise TransferFailedError(INCOMPATIBLE, rejection)
+
+    def _deadline_s(self) -> float:
         """Seconds after the prefill's end at which a transfer is given up.
 
         A transfer that stands still ends earlier, by the receiver's own deadlines.
         """
-        bandwidth_bits_per_s = self._link_bits_per_s(spec) or math.inf
-        return late_after_s(spec.kv_bytes, bandwidth_bits_per_s, self._options.transfer_grace_s)
+        bandwidth_bits_per_s = self._link_bits_per_s() or math.inf
+        return late_after_s(self.spec.kv_bytes, bandwidth_bits_per_s, self._options.transfer_grace_s)
 
-    def _link_bits_per_s(self, spec: TransferSpec) -> float | None:
+    def _link_bits_per_s(self) -> float | None:
         """As the deployment file says; None inside of a cluster."""
-        producer, consumer = (self._plane.members.instance(name) for name in (spec.producer, spec.consumer))
-        link = self._running.current.link(producer.cluster, consumer.cluster)
+        members = self._plane.members
+        producer, consumer = members.instance(self.spec.producer), members.instance(self.spec.consumer)
+        link = self._hops.context.running.current.link(producer.cluster, consumer.cluster)
         return None if link is None else link.bandwidth_bits_per_s
 
     def _report(
-        self,
-        spec: TransferSpec,
-        failure: EngineCallError | TransferFailedError,
-        kept: KeptPart | None = None,
+        self, failure: EngineCallError | TransferFailedError, kept: KeptPart | None
     ) -> HopFailedError:
         """Tell the control plane whom a failure blames: the producer, the consumer or nobody, never both."""
+        spec, health = self.spec, self._plane.health
         logger.warning("prefill at %s for %s failed: %s", spec.producer, spec.consumer, failure)
         if isinstance(failure, EngineCallError):
             if not failure.is_clients_fault:
@@ -452,9 +451,9 @@ class PrefillHop:
             hopeless = failure.is_clients_fault or failure.reason == OWN_RESOURCES
             return HopFailedError(failure.reason, hopeless=hopeless, kept=kept)
         if failure.reason == CONSUMER_SILENT:
-            self._plane.health.suspect(spec.consumer, str(failure))
+            health.suspect(spec.consumer, str(failure))
         elif failure.reason not in BLAMES_NOBODY:
-            self._plane.health.suspect(spec.producer, str(failure))
+            health.suspect(spec.producer, str(failure))
         # No other producer could reach such a consumer either; it prefills, if it lives.
         return HopFailedError(failure.reason, hopeless=failure.reason in HOPELESS, kept=kept)
 
@@ -463,11 +462,6 @@ def tell(told: "asyncio.Future[T] | None", value: T) -> None:
     """Whoever waits for it has it now."""
     if told is not None and not told.done():
         told.set_result(value)
-
-
-def _check_compatible(rejection: str | None) -> None:
-    if rejection is not None:
-        raise TransferFailedError(INCOMPATIBLE, rejection)
 
 
 def _take(spec: TransferSpec, answer: bytes) -> None:
