@@ -43,7 +43,7 @@ class Generation:
         self._prefill = prefill
         self._answers = answers
 
-    async def handle(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+    async def handle(self, endpoint: Endpoint, http: web.Request) -> web.StreamResponse:
         """The response to one request, sent to its end if it is a stream. Raises ApiError."""
         # 1. Read, parse and check: what the client wants, less what could steer an engine.
         async with self._intake.taking(http, endpoint) as (request, admitted):

@@ -12,7 +12,7 @@ from aiohttp import web
 from prfaas.core.deployment import Deployment
 from prfaas.core.route_header import REQUEST_ID_HEADER
 from prfaas.serving.gateway.admission import Admission, AdmittedRequest
-from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
+from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned, unknown_model
 from prfaas.serving.gateway.clients import CLIENT, Clients
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions
 from prfaas.serving.gateway.prompts.prompt import (
@@ -165,11 +165,13 @@ def parsed_body(raw: bytes, endpoint: Endpoint, deployment: Deployment) -> tuple
     """
     body = parse_body(raw, deployment.gateway.limits.body_values)
     model = body.get("model")
-    names = (deployment.model.served_name, *deployment.model.adapters)
     # As in vLLM, no name at all means the base model. What is no name is the decode engine's to refuse.
-    if isinstance(model, str) and model and model not in names:
-        known = ", ".join(f"`{name}`" for name in names)
-        raise ApiError(404, f"The model `{model[:200]}` does not exist; there is {known}.", param="model")
+    if (
+        isinstance(model, str)
+        and model
+        and model not in (deployment.model.served_name, *deployment.model.adapters)
+    ):
+        raise unknown_model(model, deployment.model)
     # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
     on_cpus = any(cluster.hardware == "cpu" for cluster in deployment.pd_clusters)
     sampling = body.get("sampling_params")

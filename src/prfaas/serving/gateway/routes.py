@@ -12,7 +12,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from prfaas import __version__
 from prfaas.core.deployment import Deployment, is_loopback
-from prfaas.serving.gateway.bodies import FAILED, ApiError, Json, error_body
+from prfaas.serving.gateway.bodies import FAILED, ApiError, Json, error_body, unknown_model
 from prfaas.serving.gateway.clients import Clients, asking
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of
@@ -128,7 +128,7 @@ class Routes:
     def __init__(
         self,
         deployment: Deployment,
-        generate: Callable[[web.Request, Endpoint], Awaitable[web.StreamResponse]],
+        generate: Callable[[Endpoint, web.Request], Awaitable[web.StreamResponse]],
         context: GatewayContext,
         clients: Clients | None,
     ) -> None:
@@ -153,7 +153,7 @@ class Routes:
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/version", self._get_version, allow_head=False)
         for endpoint in Endpoint:
-            app.router.add_post(endpoint.path, partial(self._generate, endpoint=endpoint))
+            app.router.add_post(endpoint.path, partial(self._generate, endpoint))
         return app
 
     @web.middleware
@@ -171,29 +171,27 @@ class Routes:
         return web.json_response({"object": "list", "data": self._cards()})
 
     async def _model_card(self, request: web.Request) -> web.Response:
-        wanted = request.match_info["model"]
-        cards = self._cards()
-        for card in cards:
-            if card["id"] == wanted:
-                return web.json_response(card)
-        known = ", ".join(f"`{card['id']}`" for card in cards)
-        raise ApiError(404, f"The model `{wanted[:200]}` does not exist; there is {known}.", param="model")
+        wanted, cards = request.match_info["model"], self._cards()
+        card = next((card for card in cards if card["id"] == wanted), None)
+        if card is None:
+            raise unknown_model(wanted, self._model)
+        return web.json_response(card)
 
     def _cards(self) -> list[Json]:
         """The model, then its adapters."""
         base = self._model.served_name
-        return [self._card(base, None), *(self._card(name, base) for name in self._model.adapters)]
-
-    def _card(self, name: str, parent: str | None) -> Json:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created_s,
-            "owned_by": "prfaas",
-            "root": name,
-            "parent": parent,
-            "max_model_len": self._model.max_model_len,
-        }
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._created_s,
+                "owned_by": "prfaas",
+                "root": name,
+                "parent": None if name == base else base,
+                "max_model_len": self._model.max_model_len,
+            }
+            for name in (base, *self._model.adapters)
+        ]
 
     async def _get_health(self, _request: web.Request) -> web.Response:
         instances = instances_of(self._plane.state())

@@ -18,7 +18,6 @@ from prfaas.serving.gateway.prompts.prompt import (
     TextPrompt,
     TokenPrompt,
     answers_of,
-    as_token_ids,
     media_parts,
     prompt_of,
     why_whole,
@@ -91,9 +90,18 @@ def test_a_chat_without_messages_has_a_prompt() -> None:
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.integers(), st.booleans(), st.text(max_size=1), st.none()), max_size=4))
 def test_token_ids_are_recognised_exactly(ids: list[Any]) -> None:
-    found = as_token_ids(ids)
-    assert (found is not None) == (bool(ids) and all(type(i) is int and 0 <= i < 2**32 for i in ids))
-    assert found is None or found.tolist() == ids
+    body = {"prompt_embeds": None, "token_ids": ids}
+    if not all(type(each) is int for each in ids):
+        with pytest.raises(ApiError, match="whole numbers"):
+            prompt_of(Endpoint.GENERATE, body)
+        return
+    found = prompt_of(Endpoint.GENERATE, body)
+    assert isinstance(found, TokenPrompt) == (bool(ids) and all(0 <= each < 2**32 for each in ids))
+    assert (
+        found.token_ids.tolist() == ids
+        if isinstance(found, TokenPrompt)
+        else found == DirectPrompt("malformed")
+    )
 
 
 def test_a_plain_chat_is_rendered_here() -> None:

@@ -33,7 +33,8 @@ from prfaas.serving.gateway.ways.ready_requests import (
 from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 
 IDS = range(1000)
-PROMPT = TokenizedPrompt(IDS, PromptChains(1000, {}), takes_ids=False)
+REQUEST: Any = None
+PROMPT = TokenizedPrompt(REQUEST, IDS, PromptChains(1000, {}), takes_ids=False)
 TICKET = Ticket.issue(
     transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
     producer="far",
@@ -80,9 +81,8 @@ DONE = TransferDone(
 )
 STARTED = StartedTransfer(TICKET, "sealed", None)
 FIRST = SampledTokens((7,), "a")
-REQUEST: Any = None
-MOVED = MovedRequest(request=REQUEST, decision=FAR, prompt=PROMPT, prefix=MovedPrefix(FAR), transfer=DONE)
-LOCAL = LocalRequest(request=REQUEST, decision=HERE, prompt=PROMPT, prefix=MovedPrefix(HERE), fallback="died")
+MOVED = MovedRequest(decision=FAR, prompt=PROMPT, prefix=MovedPrefix(FAR), transfer=DONE)
+LOCAL = LocalRequest(decision=HERE, prompt=PROMPT, prefix=MovedPrefix(HERE), fallback="died")
 
 
 async def arrived() -> MovedRequest:
@@ -99,7 +99,7 @@ async def takes_long() -> MovedRequest:
 
 
 def test_a_decode_engine_is_told_of_nothing_where_nothing_waits() -> None:
-    for ready in (DirectRequest(request=REQUEST, decision=HERE, prompt=DirectPrompt("media")), LOCAL):
+    for ready in (DirectRequest(asked=REQUEST, decision=HERE, prompt=DirectPrompt("media")), LOCAL):
         assert (ready.kv_params(), ready.given_up(), ready.moves_kv) == ({}, None, False)
 
 
@@ -117,9 +117,7 @@ def test_without_the_producers_word_the_engines_own_count_stands() -> None:
 
 def test_a_broken_transfer_tells_how_much_of_it_can_be_used() -> None:
     kept = KeptPart(TICKET, "sealed", 0, 768)
-    ready = KeptRequest(
-        request=REQUEST, decision=HERE, prompt=PROMPT, prefix=MovedPrefix(HERE), transfer=kept
-    )
+    ready = KeptRequest(decision=HERE, prompt=PROMPT, prefix=MovedPrefix(HERE), transfer=kept)
     assert ready.kv_params()["prfaas_kept"] == 768
     assert (ready.own_prefill_tokens, ready.own_reused_tokens, ready.given_up()) == (744, 256, kept)
 
@@ -137,7 +135,7 @@ def test_the_route_header_tells_what_has_moved() -> None:
     assert replace(MOVED, transfer=replace(DONE, sealed="nixl.sealed")).header().transfer == "nixl"
     here = LOCAL.header()
     assert (here.kv_bytes, here.cached_tokens, here.fallback, here.uncached_tokens) == (0, 0, "died", 744)
-    direct = DirectRequest(request=REQUEST, decision=HERE, prompt=DirectPrompt("media")).header()
+    direct = DirectRequest(asked=REQUEST, decision=HERE, prompt=DirectPrompt("media")).header()
     assert (direct.uncached_tokens, direct.threshold_tokens, direct.reason) == (None, None, "media")
 
 
@@ -157,7 +155,6 @@ def test_what_is_freed_depends_on_how_far_it_came(work: Any, moving: Any, early:
         arriving = asyncio.create_task(work)
         await asyncio.sleep(0)
         facts: dict[str, Any] = {
-            "request": REQUEST,
             "decision": FAR,
             "prompt": PROMPT,
             "prefix": MovedPrefix(FAR),

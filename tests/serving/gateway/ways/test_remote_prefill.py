@@ -32,7 +32,7 @@ class Plane:
 
 
 class Prefixes:
-    async def move(self, _request: object, _prompt: object, decision: object) -> object:
+    async def move(self, _prompt: object, decision: object) -> object:
         return SimpleNamespace(decision=decision, transfer=None)
 
 
@@ -46,9 +46,9 @@ def test_it_counts_before_anything_else_is_decided() -> None:
         record = SimpleNamespace(since=lambda stage, begun_s: 0.0)
         request: Any = SimpleNamespace(record=record, samples=1)
         attempt: Any = SimpleNamespace(decision=SimpleNamespace(prefill="far"), moved=None)
-        prompt: Any = SimpleNamespace(chains=None, token_ids=[1, 2, 3])
+        prompt: Any = SimpleNamespace(request=request, chains=None, token_ids=[1, 2, 3])
         seen: list[int] = []
-        facts = {"request": request, "prompt": prompt, "attempt": attempt, "ask": None}
+        facts = {"prompt": prompt, "attempt": attempt, "ask": None}
         remote = RemotePrefill(hops, Prefixes(), context, **facts)  # type: ignore[arg-type]
         prefill = asyncio.create_task(remote.begin())
         # What is ready to run next, as another request that is decided.

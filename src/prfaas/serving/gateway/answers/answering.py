@@ -86,7 +86,9 @@ class Answering:
         """Pass the answer on to the client, within the time that it gave. Raises ApiError."""
         is_compared = self._shadow.wants(ready)
         # Its engine tells the ids of what might be resumed.
-        asked = replace(ready, request=replace(ready.request, resumes=True)) if is_compared else ready
+        asked = ready
+        if is_compared and isinstance(ready, DecidedRequest):
+            asked = replace(ready, prompt=replace(ready.prompt, request=replace(ready.request, resumes=True)))
         try:
             async with admitted.in_time():
                 response = await self._decode(asked, writer)
@@ -204,9 +206,9 @@ class Answering:
         assert rest is not None, "an answer of one token has none of the prefill"
         # Its hashes are those of the prompt: no other request has sent what follows.
         is_chat = begun.request.endpoint is Endpoint.CHAT
-        prompt = TokenizedPrompt(rest.token_ids, early.prompt.chains, is_chat)
+        prompt = TokenizedPrompt(rest.request, rest.token_ids, early.prompt.chains, is_chat)
         try:
-            ready: ReadyRequest = await self._prefill.loadable(early, rest.request, prompt)
+            ready: ReadyRequest = await self._prefill.loadable(early, prompt)
         except HopFailedError as failure:
             avoid = () if failure.hopeless else (early.decision.prefill,)
             prompt = await self._tokenization.hash_blocks(rest.request, rest.token_ids)

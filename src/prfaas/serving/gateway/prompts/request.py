@@ -140,8 +140,9 @@ class ServingRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt in tokens, and what its cached prefixes are looked up by."""
+    """The prompt of a request in tokens, and what its cached prefixes are looked up by."""
 
+    request: ServingRequest
     token_ids: Sequence[int]
     chains: PromptChains
     """Hashes of the prompt's blocks."""

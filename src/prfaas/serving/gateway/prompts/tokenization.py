@@ -242,7 +242,7 @@ class Tokenization:
             media,
         )
         takes_ids = isinstance(request.prompt, RenderedPrompt) and request.prompt.takes_ids and not media
-        return TokenizedPrompt(token_ids, chains, takes_ids, media)
+        return TokenizedPrompt(request, token_ids, chains, takes_ids, media)
 
     async def _tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
         prompt = request.prompt

@@ -145,12 +145,12 @@ class FirstTokenRules:
                 level, "first tokens come from decode engines all the same: the engines have %s", setting
             )
 
-    def ask(self, request: ServingRequest, prompt: TokenizedPrompt) -> FirstTokenAsk | None:
+    def ask(self, prompt: TokenizedPrompt) -> FirstTokenAsk | None:
         """What to ask the prefill engine for; None: the decode engine samples the first token."""
         if not self._wanted:
             return None
+        request, body = prompt.request, prompt.request.body
         reason = self._refusal(request)
-        body = request.body
         if (
             reason is None
             and tokens_left(request.endpoint, body, len(prompt.token_ids), 0, self._max_model_len) < 2

@@ -11,7 +11,7 @@ from prfaas.core.kv.rank_shares import transfers_per_rank
 from prfaas.core.scheduling.decision import Decision
 from prfaas.core.units import GB
 from prfaas.serving.gateway.bodies import Json
-from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, EngineCallError
+from prfaas.serving.gateway.engine_client import FROZEN
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord, TransferredBytes
 from prfaas.serving.own_process import on_time_timeout
@@ -276,7 +276,7 @@ BLAMES_NOBODY = (
 )
 HOPELESS = (CONSUMER_FROZEN, CONSUMER_SILENT, "consumer-unreachable")
 # Of the producer or its path to the consumer: what has arrived there is as good as ever.
-_LEAVES_PART = ("transfer-failed", "transfer-deadline", "not-announced", PREEMPTED, LINK_SILENT, LINK_SLOW)
+LEAVES_PART = ("transfer-failed", "transfer-deadline", "not-announced", PREEMPTED, LINK_SILENT, LINK_SLOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,20 +299,6 @@ class HopFailedError(Exception):
         self.reason = reason
         self.hopeless = hopeless
         self.kept = kept
-
-
-async def kept_part(
-    transfers: KvTransfers, ticket: Ticket, sealed: str, failure: EngineCallError | TransferFailedError
-) -> KeptPart | None:
-    """What has come of a transfer whose producer, or its path, has failed; None: nothing that is of use."""
-    if isinstance(failure, EngineCallError):
-        leaves_part = not failure.is_clients_fault and failure.reason not in (FROZEN, OWN_RESOURCES)
-    else:
-        leaves_part = failure.reason in _LEAVES_PART
-    if not leaves_part:
-        return None
-    tokens = await transfers.keep(ticket, str(failure))
-    return KeptPart(ticket, sealed, 0, tokens) if tokens > ticket.skip_tokens else None
 
 
 class EgressBill:

@@ -38,7 +38,7 @@ class PrefixMoves:
         self.bill = EgressBill(context.running, context.metrics)
         self._context = context
 
-    async def move(self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision) -> MovedPrefix:
+    async def move(self, prompt: TokenizedPrompt, decision: Decision) -> MovedPrefix:
         """The cache transfer that `decision` wants, if it wants one. If it fails, more is computed: never raises."""
         wanted = decision.cache_transfer
         if wanted is None:
@@ -48,20 +48,19 @@ class PrefixMoves:
             # Prefixes are named by their tokens.
             return MovedPrefix(_without_transfer(decision, num_tokens, wanted.skip_tokens))
         if wanted.from_pool:
-            result = await self._copied(request, prompt, decision, wanted)
+            result = await self._copied(prompt, decision, wanted)
             left = _without_transfer(decision, num_tokens, result.usable_tokens)
             return MovedPrefix(left, wanted.source, result.copied_bytes)
-        transfer = await self._sent(request, prompt, decision, wanted)
+        transfer = await self._sent(prompt, decision, wanted)
         if transfer is None:
             # The instance holds what would not have been sent.
             return MovedPrefix(_without_transfer(decision, num_tokens, wanted.skip_tokens))
         left = _without_transfer(decision, num_tokens, num_tokens)
         return MovedPrefix(left, wanted.source, transfer.moved.total_bytes, transfer)
 
-    async def _copied(
-        self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer
-    ) -> CopyResult:
+    async def _copied(self, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer) -> CopyResult:
         """Pool to pool."""
+        request = prompt.request
         pool = self._context.running.current.pool_of(self._plane.members.instance(decision.prefill))
         if pool is None:
             self._note(request, "target", None)
@@ -98,11 +97,10 @@ class PrefixMoves:
         return result
 
     async def _sent(
-        self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer
+        self, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer
     ) -> TransferDone | None:
         """Instance to instance; None if it failed."""
-        done: TransferDone | None = None
-        outcome = "done"
+        request, done, outcome = prompt.request, None, "done"
         # At least one token must be left to compute, and one to leave out.
         prefix_tokens = min(wanted.num_tokens, len(prompt.token_ids) - 2)
         if prefix_tokens <= wanted.skip_tokens:

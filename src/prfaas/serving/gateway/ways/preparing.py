@@ -84,35 +84,33 @@ class PrefillOrchestrator:
             return self._direct(request, prompt, decision)
         ask = None
         if decision.transfers and self._plane.waits.may_sample(decision):
-            ask = self._first_tokens.ask(request, prompt)
-        return await self._prepare(request, prompt, decision, ask=ask)
+            ask = self._first_tokens.ask(prompt)
+        return await self._prepare(prompt, decision, ask=ask)
 
     async def _prepare(
         self,
-        request: ServingRequest,
         prompt: TokenizedPrompt,
         decision: Decision,
         avoid: Collection[str] = (),
         ask: FirstTokenAsk | None = None,
     ) -> DecidedRequest:
         """`avoid`: instances that have failed this request. `ask`: the prefill samples the first token, so."""
-        num_tokens = len(prompt.token_ids)
+        request, num_tokens = prompt.request, len(prompt.token_ids)
         if decision.reason == INCOMPATIBLE:
             self._note_rejections(request, decision.decode)
         failed = set(avoid)
         fallback: str | None = None
         for _ in range(_PREFILL_ATTEMPTS):
             if not decision.transfers:
-                return await self._from_pool(request, prompt, decision, fallback)
+                return await self._from_pool(prompt, decision, fallback)
             if decision.kv_bytes > self._context.staging_bytes(decision.decode):
-                return self._at_decode(request, prompt, decision, "staging", fallback)
+                return self._at_decode(prompt, decision, "staging", fallback)
             attempt = request.record.start(decision, num_tokens)
             try:
                 ready = await RemotePrefill(
                     self._hops,
                     self._prefixes,
                     self._context,
-                    request=request,
                     prompt=prompt,
                     attempt=attempt,
                     ask=ask,
@@ -123,7 +121,7 @@ class PrefillOrchestrator:
                 if failure.kept is not None:
                     kept_tokens, is_preempted = failure.kept.usable_tokens, fallback == PREEMPTED
                     if goes_on_at_decode(kept_tokens, num_tokens, is_preempted=is_preempted):
-                        return self._from_kept(request, prompt, attempt.decision, failure.kept, fallback)
+                        return self._from_kept(prompt, attempt.decision, failure.kept, fallback)
                     self._hops.transfers.abandon(failure.kept.ticket, "another engine prefills all of it")
                 failed.add(attempt.decision.prefill)
                 another = None if failure.hopeless else self._another(prompt, failed, fallback)
@@ -143,7 +141,7 @@ class PrefillOrchestrator:
                     attempt.outcome = "done"
                 return replace(ready, fallback=fallback)
         reason = "fallback" if decision.transfers else decision.reason
-        return self._at_decode(request, prompt, decision, reason, fallback)
+        return self._at_decode(prompt, decision, reason, fallback)
 
     def _another(self, prompt: TokenizedPrompt, failed: Collection[str], fallback: str) -> Decision | None:
         """Where a prefill is tried that has failed elsewhere; None: nowhere."""
@@ -173,29 +171,26 @@ class PrefillOrchestrator:
         decision = self._plane.router.route(
             len(prompt.token_ids), prompt.chains, avoid=avoid, offload=near_after is None
         )
-        ready = await self._prepare(request, prompt, decision, avoid)
+        ready = await self._prepare(prompt, decision, avoid)
         return replace(ready, fallback=ready.fallback or near_after)
 
-    async def loadable(
-        self, early: EarlyRequest, rest: ServingRequest, rest_prompt: TokenizedPrompt
-    ) -> DecidedRequest:
-        """`rest`, which continues `early` after its first token, ready for the decode engine.
+    async def loadable(self, early: EarlyRequest, rest: TokenizedPrompt) -> DecidedRequest:
+        """The request of `rest`, which continues `early` after its first token, ready for the decode engine.
 
         Waits until the transfer is complete, or nearly. Raises HopFailedError if it will not be.
         """
         await asyncio.wait((early.arriving, early.soon), return_when=asyncio.FIRST_COMPLETED)
         if not early.arriving.done():
             return MovingRequest(
-                request=rest,
                 decision=early.decision,
-                prompt=rest_prompt,
+                prompt=rest,
                 prefix=early.prefix,
                 first_token=early.first_token,
                 fallback=early.fallback,
                 transfer=early.soon.result(),
                 arriving=early.arriving,
             )
-        return replace(self._result(early), request=rest, prompt=rest_prompt)
+        return replace(self._result(early), prompt=rest)
 
     async def arrived(self, moving: MovingRequest) -> DecidedRequest:
         """Wait for the rest of the KV that the decode engine waits for too; what became of it.
@@ -206,13 +201,12 @@ class PrefillOrchestrator:
         try:
             return self._result(moving)
         except HopFailedError as failure:
-            request, prompt, decision = moving.request, moving.prompt, moving.decision
-            fallback = failure.reason
+            prompt, decision, fallback = moving.prompt, moving.decision, failure.reason
             if failure.kept is None:
-                local = self._at_decode(request, prompt, decision, "fallback", fallback)
+                local = self._at_decode(prompt, decision, "fallback", fallback)
                 return replace(local, first_token=moving.first_token)
             # The decode engine has the ticket, and finds what has come by itself.
-            kept = self._from_kept(request, prompt, decision, failure.kept, fallback)
+            kept = self._from_kept(prompt, decision, failure.kept, fallback)
             return replace(kept, first_token=moving.first_token)
 
     def _result(self, moving: EarlyRequest | MovingRequest) -> DecidedRequest:
@@ -223,46 +217,34 @@ class PrefillOrchestrator:
             self._fell_back(moving.request, failure.reason)
             raise
         moving.request.record.attempts[-1].outcome = "done"
-        return replace(
-            moved, request=moving.request, first_token=moving.first_token, fallback=moving.fallback
-        )
+        return replace(moved, prompt=moving.prompt, first_token=moving.first_token, fallback=moving.fallback)
 
     def _fell_back(self, request: ServingRequest, reason: str) -> None:
         request.record.fell_back(request.record.attempts[-1], reason)
         self._metrics.fallbacks.labels(reason).inc()
 
     def _from_kept(
-        self,
-        request: ServingRequest,
-        prompt: TokenizedPrompt,
-        decision: Decision,
-        kept: KeptPart,
-        fallback: str,
+        self, prompt: TokenizedPrompt, decision: Decision, kept: KeptPart, fallback: str
     ) -> KeptRequest:
         """The decode engine loads what has come of a broken transfer, and computes the rest."""
-        left_tokens = len(prompt.token_ids) - kept.usable_tokens
+        record, left_tokens = prompt.request.record, len(prompt.token_ids) - kept.usable_tokens
         self._metrics.kept_tokens.inc(kept.usable_tokens - kept.ticket.skip_tokens)
-        request.record.note(f"{decision.decode} goes on after {kept.usable_tokens} tokens that had come")
-        local = self._at_decode(request, prompt, decision, "kept", fallback)
+        record.note(f"{decision.decode} goes on after {kept.usable_tokens} tokens that had come")
+        local = self._at_decode(prompt, decision, "kept", fallback)
         mine = structs.replace(local.decision, prefill_tokens=left_tokens)
-        request.record.attempts[-1].decision = mine
+        record.attempts[-1].decision = mine
         return KeptRequest(
-            request=request,
-            decision=mine,
-            prompt=prompt,
-            prefix=local.prefix,
-            fallback=fallback,
-            transfer=kept,
+            decision=mine, prompt=prompt, prefix=local.prefix, fallback=fallback, transfer=kept
         )
 
     async def _from_pool(
-        self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision, fallback: str | None
+        self, prompt: TokenizedPrompt, decision: Decision, fallback: str | None
     ) -> LocalRequest:
         """The decode instance prefills itself, after what another pool has of the prompt has come."""
         moved = MovedPrefix(decision)
         if decision.cache_transfer is not None and decision.cache_transfer.from_pool:
-            moved = await self._prefixes.move(request, prompt, decision)
-        local = self._at_decode(request, prompt, moved.decision, decision.reason, fallback)
+            moved = await self._prefixes.move(prompt, decision)
+        local = self._at_decode(prompt, moved.decision, decision.reason, fallback)
         return replace(local, prefix=moved)
 
     def delivered(self, ready: ReadyRequest) -> None:
@@ -289,15 +271,10 @@ class PrefillOrchestrator:
         self._metrics.direct.labels(prompt.reason).inc()
         if prompt.num_tokens:
             request.record.start(decision, prompt.num_tokens).outcome = "done"
-        return DirectRequest(request=request, decision=decision, prompt=prompt)
+        return DirectRequest(decision=decision, prompt=prompt, asked=request)
 
     def _at_decode(
-        self,
-        request: ServingRequest,
-        prompt: TokenizedPrompt,
-        decision: Decision,
-        reason: str,
-        fallback: str | None,
+        self, prompt: TokenizedPrompt, decision: Decision, reason: str, fallback: str | None
     ) -> LocalRequest:
         """The decode instance of `decision` prefills itself."""
         self._metrics.direct.labels(reason).inc()
@@ -314,11 +291,5 @@ class PrefillOrchestrator:
                 reason=reason,
                 cache_transfer=None,
             )
-        request.record.start(decision, len(prompt.token_ids)).outcome = "done"
-        return LocalRequest(
-            request=request,
-            decision=decision,
-            prompt=prompt,
-            prefix=MovedPrefix(decision),
-            fallback=fallback,
-        )
+        prompt.request.record.start(decision, len(prompt.token_ids)).outcome = "done"
+        return LocalRequest(decision=decision, prompt=prompt, prefix=MovedPrefix(decision), fallback=fallback)

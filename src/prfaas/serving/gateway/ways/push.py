@@ -30,6 +30,7 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     CONSUMER_SILENT,
     HOPELESS,
     INCOMPATIBLE,
+    LEAVES_PART,
     LINK_SILENT,
     LINK_SLOW,
     PREEMPTED,
@@ -39,7 +40,6 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     StartedTransfer,
     TransferDone,
     TransferFailedError,
-    kept_part,
 )
 from prfaas.serving.tasks import end_all
 from prfaas.serving.tracing import CANCELLED, AttributeValue, RequestSpans
@@ -258,7 +258,7 @@ class PushHop:
             kept: KeptPart | None = None
             try:
                 if keeps and failure is not None:
-                    kept = await kept_part(self._transfers, self._ticket, self._sealed, failure)
+                    kept = await self._kept(failure)
             finally:
                 if kept is None:
                     why = "the request was cancelled" if failure is None else str(failure)
@@ -270,6 +270,16 @@ class PushHop:
             if failure.reason == INCOMPATIBLE:
                 request.record.note(f"{spec.producer} and {spec.consumer} are incompatible: {failure}")
             raise self._report(failure, kept) from None
+
+    async def _kept(self, failure: EngineCallError | TransferFailedError) -> KeptPart | None:
+        """What has come although the producer, or its path, has failed; None: nothing that is of use."""
+        if isinstance(failure, EngineCallError):
+            leaves_part = not failure.is_clients_fault and failure.reason not in (FROZEN, OWN_RESOURCES)
+        else:
+            leaves_part = failure.reason in LEAVES_PART
+        ticket = self._ticket
+        tokens = await self._transfers.keep(ticket, str(failure)) if leaves_part else 0
+        return KeptPart(ticket, self._sealed, 0, tokens) if tokens > ticket.skip_tokens else None
 
     def _sealed_request(self) -> bytes:
         """The producer's request, with a new ticket."""

@@ -23,13 +23,17 @@ Arriving = asyncio.Task["DecidedRequest"]
 class ReadyRequest(ABC):
     """What all of them have in common."""
 
-    request: ServingRequest
     decision: Decision
     """As it was carried out."""
     prompt: TokenizedPrompt | DirectPrompt
 
     moves_kv: ClassVar[bool] = False
     """Whether KV of the prompt lies at the decode engine's staging, or is on its way."""
+
+    @property
+    @abstractmethod
+    def request(self) -> ServingRequest:
+        """Whose way this is."""
 
     @property
     def decode(self) -> str:
@@ -69,6 +73,11 @@ class DirectRequest(ReadyRequest):
     """The decode engine gets it as it is, and prefills all of it."""
 
     prompt: DirectPrompt
+    asked: ServingRequest
+
+    @property
+    def request(self) -> ServingRequest:
+        return self.asked
 
     def header(self) -> RouteHeader:
         name, is_seen = self.decode, self.prompt.num_tokens > 0
@@ -93,6 +102,10 @@ class DecidedRequest(ReadyRequest):
     """Who has sampled the answer's first token before the decode instance was asked; None: it samples all."""
     fallback: str | None = None
     """Why an earlier prefill elsewhere failed, in one word."""
+
+    @property
+    def request(self) -> ServingRequest:
+        return self.prompt.request
 
     @property
     def reuse_ids(self) -> Sequence[int] | None:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from prfaas.core.scheduling.decision import Decision
 from prfaas.serving.control.cluster_state import OpenPrefill
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.prompts.request import TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, SampledTokens
 from prfaas.serving.gateway.ways.kv_transfer import MovedPrefix, StartedTransfer, TransferDone
@@ -37,7 +37,6 @@ class RemotePrefill:
         prefixes: PrefixMoves,
         context: GatewayContext,
         *,
-        request: ServingRequest,
         prompt: TokenizedPrompt,
         attempt: Attempt,
         ask: FirstTokenAsk | None,
@@ -46,7 +45,7 @@ class RemotePrefill:
         self._hops = hops
         self._prefixes = prefixes
         self._context, self._plane = context, context.plane
-        self._request, self._prompt = request, prompt
+        self._prompt, self._record = prompt, prompt.request.record
         self._attempt = attempt
         self._ask = ask
         # The instance that a cached prefix is moved to, and what the prefill may start from.
@@ -64,7 +63,7 @@ class RemotePrefill:
         The attempt's decision becomes the one that was carried out: another instance may be free first.
         """
         # 1. A cached prefix that is elsewhere goes to the prefill instance first.
-        self._prefix = await self._prefixes.move(self._request, self._prompt, self._attempt.decision)
+        self._prefix = await self._prefixes.move(self._prompt, self._attempt.decision)
         # 2. From here on the prefill counts as its instance's work. Not in the task: until that runs, other requests
         #    would be decided as if there was none.
         async with AsyncExitStack() as stack:
@@ -89,7 +88,6 @@ class RemotePrefill:
                 await held.aclose()
         if self._first.done():
             return EarlyRequest(
-                request=self._request,
                 decision=self._attempt.decision,
                 prompt=self._prompt,
                 prefix=self._prefix,
@@ -102,7 +100,6 @@ class RemotePrefill:
         transfer = self._soon.result()
         kind = PullingRequest if transfer.by == "nixl" else MovingRequest
         return kind(
-            request=self._request,
             decision=self._attempt.decision,
             prompt=self._prompt,
             prefix=self._prefix,
@@ -117,16 +114,11 @@ class RemotePrefill:
     @asynccontextmanager
     async def _at_work(self) -> AsyncIterator[OpenPrefill]:
         """Wait for an instance of the cluster, and have it for the prefill. The attempt's decision names it then."""
-        record, chains, attempt, prefix = (
-            self._request.record,
-            self._prompt.chains,
-            self._attempt,
-            self._prefix,
-        )
+        record, chains, attempt = self._record, self._prompt.chains, self._attempt
         begun_s = time.perf_counter()
         record.waits_for = WaitsFor.PREFILL_INSTANCE
         try:
-            async with self._plane.admission.admit(prefix.decision, chains) as decision:
+            async with self._plane.admission.admit(self._prefix.decision, chains) as decision:
                 record.since("turn", begun_s)
                 record.waits_for = WaitsFor.PREFILL
                 attempt.decision = decision
@@ -135,9 +127,9 @@ class RemotePrefill:
                     yield work
         finally:
             is_used = attempt.moved is not None and attempt.decision.prefill == self._wanted
-            if prefix.transfer is not None and not is_used:
-                why = "the prefill that would have used it failed"
-                self._hops.transfers.abandon(prefix.transfer.ticket, why)
+            transfer = self._prefix.transfer
+            if transfer is not None and not is_used:
+                self._hops.transfers.abandon(transfer.ticket, "the prefill that would have used it failed")
 
     async def _prefill(self, work: OpenPrefill, held: AsyncExitStack) -> MovedRequest:
         """Have the instance prefill, and move the KV; `held` is given back then. Raises HopFailedError."""
@@ -146,8 +138,8 @@ class RemotePrefill:
 
     async def _moved(self, work: OpenPrefill) -> MovedRequest:
         """Prefill there, and move the KV to the decode instance. Raises HopFailedError."""
-        request, prompt, attempt, ask = self._request, self._prompt, self._attempt, self._ask
-        decision = attempt.decision
+        prompt, attempt, ask = self._prompt, self._attempt, self._ask
+        request, decision = prompt.request, attempt.decision
         # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
         pulled = ask is None and request.samples == 1 and not prompt.media and self._reads(decision)
         # The last token of what is decoded stays for the decode engine, which samples from it: of the prompt, or the
@@ -177,9 +169,7 @@ class RemotePrefill:
         work.measured()
         attempt.moved, attempt.cached_tokens, attempt.by = done.moved, done.cached_tokens, done.by
         self._count(decision, done)
-        return MovedRequest(
-            request=request, decision=decision, prompt=prompt, prefix=self._prefix, transfer=done
-        )
+        return MovedRequest(decision=decision, prompt=prompt, prefix=self._prefix, transfer=done)
 
     def _take_first(self, answer: bytes) -> None:
         """The prefill engine has answered. Raises ValueError for what has no first token."""
@@ -200,7 +190,7 @@ class RemotePrefill:
         return prompt.token_ids[: min(tokens - 1, max(tokens - own, decision.skip_tokens, 1))]
 
     def _count(self, decision: Decision, done: TransferDone) -> None:
-        route, metrics, record = str(decision.route), self._context.metrics, self._request.record
+        route, metrics, record = str(decision.route), self._context.metrics, self._record
         metrics.transfers.labels(route, done.by).inc()
         metrics.prefill_seconds.labels(route).observe(done.prefill_s)
         metrics.transfer_seconds.labels(route).observe(done.transfer_s)
