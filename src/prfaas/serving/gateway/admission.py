@@ -117,14 +117,8 @@ class Admission:
     def admitted(self, tenant: str, headers: Headers, body_bytes: int | None) -> Iterator[AdmittedRequest]:
         """One request, from before its body is read to its end. It counts from `AdmittedRequest.begin` on.
 
-        Args:
-            tenant: what tells tenants apart; the same for all when there are none.
-            headers: the client's.
-            body_bytes: what its Content-Length says; None: unknown.
-
-        Raises:
-            ApiError: 429 when a limit is reached, 413 for a body that alone is beyond it, 400 for a timeout that is no
-                positive number.
+        `body_bytes`: what its Content-Length says; None: unknown. Raises ApiError: 429 when a limit is reached, 413 for
+        a body that alone is beyond it, 400 for a timeout that is no positive number.
         """
         timeout_s = timeout_of(headers)
         self._check_room(tenant, body_bytes or 0, math.inf if timeout_s is None else timeout_s)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from prfaas.core.bounded_file import WRITTEN_BYTES, file_bytes
 from prfaas.core.yaml_source import FileError, yaml_source
@@ -99,6 +99,16 @@ class Clients:
             except (OSError, ClientsFileError) as error:
                 logger.warning("clients stay as they were: %s", error)
 
+    @web.middleware
+    async def ask(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A middleware that lets only clients in, and notes who it is."""
+        if request.path not in OPEN_PATHS:
+            request[CLIENT] = client = self.take(request.headers)
+            # What engines answer is counted as it is taken on, so that a refusal has its record.
+            if request.method == "GET":
+                self.count(client)
+        return await handler(request)
+
     def take(self, headers: Headers) -> Client:
         """Who sends a request with these headers.
 
@@ -127,21 +137,6 @@ class Clients:
     def _stamp_now(self) -> tuple[int, int, int]:
         found = self._path.stat()
         return found.st_mtime_ns, found.st_ino, found.st_size
-
-
-def asking(clients: Clients) -> Middleware:
-    """A middleware that lets only clients in, and notes who it is."""
-
-    @web.middleware
-    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in OPEN_PATHS:
-            request[CLIENT] = client = clients.take(request.headers)
-            # What engines answer is counted as it is taken on, so that a refusal has its record.
-            if request.method == "GET":
-                clients.count(client)
-        return await handler(request)
-
-    return ask
 
 
 def _key_in(headers: Headers) -> bytes:

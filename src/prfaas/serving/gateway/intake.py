@@ -3,7 +3,7 @@
 import asyncio
 import ipaddress
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -25,7 +25,6 @@ from prfaas.serving.gateway.prompts.prompt import (
     media_parts,
     prompt_of,
     samples_of,
-    why_whole,
 )
 from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants, is_usual
 from prfaas.serving.gateway.request_log import RECORD, RequestLog, RequestRecord, WaitsFor
@@ -87,9 +86,9 @@ class BodyReader:
     def __init__(self, context: GatewayContext) -> None:
         self._options = context.options
         self._running = context.running
-        # By network; the first is the one that has been silent longest.
-        self._awaited: dict[str, OrderedDict[_AwaitedBody, None]] = {}
-        self._count = 0
+        # The first is the one that has been silent longest.
+        self._awaited: OrderedDict[_AwaitedBody, None] = OrderedDict()
+        self._count_of: Counter[str] = Counter()
 
     async def read(self, http: web.Request, hold: Callable[[int], None]) -> bytes:
         """The body.
@@ -135,26 +134,25 @@ class BodyReader:
             pieces.append(piece)
             if body is not None and not body.is_given_up:
                 body.size_bytes = size_bytes
-                self._awaited[body.network].move_to_end(body)
+                self._awaited.move_to_end(body)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _await(self, body: _AwaitedBody) -> None:
-        self._awaited.setdefault(body.network, OrderedDict())[body] = None
-        self._count += 1
-        if self._count > self._running.current.gateway.limits.requests:
-            most = max(self._awaited, key=lambda each: len(self._awaited[each]))
-            silent = next(iter(self._awaited[most]))
+        self._awaited[body] = None
+        self._count_of[body.network] += 1
+        if len(self._awaited) > self._running.current.gateway.limits.requests:
+            ((most, _),) = self._count_of.most_common(1)
+            silent = next(each for each in self._awaited if each.network == most)
             self._forget(silent)
             silent.give_up()
 
     def _forget(self, body: _AwaitedBody) -> None:
         """Idempotent."""
-        bodies: OrderedDict[_AwaitedBody, None] = self._awaited.get(body.network, OrderedDict())
-        if body in bodies:
-            del bodies[body]
-            self._count -= 1
-            if not bodies:
-                del self._awaited[body.network]
+        if body in self._awaited:
+            del self._awaited[body]
+            self._count_of[body.network] -= 1
+            if not self._count_of[body.network]:
+                del self._count_of[body.network]
 
 
 def parsed_body(raw: bytes, endpoint: Endpoint, deployment: Deployment) -> tuple[Json, Prompt, bool]:
@@ -290,7 +288,6 @@ class Intake:
             has_media=has_media,
             resumes=can_resume(endpoint, body),
             is_usual=is_usual(body),
-            whole=why_whole(endpoint, body),
             model=record.model,
             adapter=adapter,
             salt=salt if endpoint.generates else "",

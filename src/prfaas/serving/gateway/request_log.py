@@ -229,13 +229,7 @@ class RequestLog:
         tracing: "OtelTracing | None" = None,
         keep: Callable[[RequestRecord, float], None] | None = None,
     ) -> None:
-        """
-        Args:
-            capacity: how many requests are remembered.
-            metrics: count them.
-            tracing: None: no request is traced.
-            keep: called with each record at its end, and with the seconds that the request took.
-        """
+        """`keep` is called with each record at its end, and with the seconds that the request took."""
         self.capacity = capacity
         self._metrics = metrics
         self._tracing = tracing
@@ -331,15 +325,11 @@ def _end_trace(record: RequestRecord, ended_s: float) -> None:
     if not record.trace.is_kept:
         return
     error = None if record.outcome == "ok" else record.outcome
-    failed = error == "engine_error"
-    record.trace.end(_span_name(record), ended_s, _span_attributes(record), error, failed=failed)
+    operation = _OPERATIONS.get(record.endpoint)
+    name = record.endpoint if operation is None else f"{operation} {record.model}".rstrip()
+    record.trace.end(name, ended_s, _span_attributes(record), error, failed=error == "engine_error")
     # The record is kept for longer than its spans.
     record.trace = NO_TRACE
-
-
-def _span_name(record: RequestRecord) -> str:
-    operation = _OPERATIONS.get(record.endpoint)
-    return record.endpoint if operation is None else f"{operation} {record.model}".rstrip()
 
 
 def _span_attributes(record: RequestRecord) -> dict[str, AttributeValue]:

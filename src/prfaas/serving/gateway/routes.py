@@ -13,7 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from prfaas import __version__
 from prfaas.core.deployment import Deployment, is_loopback
 from prfaas.serving.gateway.bodies import FAILED, ApiError, Json, error_body, unknown_model
-from prfaas.serving.gateway.clients import Clients, asking
+from prfaas.serving.gateway.clients import Clients
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.prompts.prompt import Endpoint
@@ -135,17 +135,16 @@ class Routes:
         """`generate`: serves what engines answer. `clients`: who may send; None: everybody."""
         self._model = deployment.model
         self._generate = generate
-        self._plane = context.plane
-        self._draining = context.draining
-        self._max_body_bytes = context.options.max_body_bytes
+        self._context = context
         self._created_s = int(time.time())
         self._clients = clients
-        self._running = context.running
 
     def application(self) -> web.Application:
         """The aiohttp application with the allowed paths."""
-        ask = self._no_web_pages if self._clients is None else asking(self._clients)
-        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[access, errors, ask])
+        ask = self._no_web_pages if self._clients is None else self._clients.ask
+        app = web.Application(
+            client_max_size=self._context.options.max_body_bytes, middlewares=[access, errors, ask]
+        )
         app.router.add_get("/v1/models", self._models, allow_head=False)
         # Names of models have slashes.
         app.router.add_get("/v1/models/{model:.+}", self._model_card, allow_head=False)
@@ -159,7 +158,7 @@ class Routes:
     @web.middleware
     async def _no_web_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse what a browser sends for a page whose name was pointed at this address: it has no key to show."""
-        gateway = self._running.current.gateway
+        gateway = self._context.running.current.gateway
         for origin in request.headers.getall("Origin", ()):
             if not may_ask(origin.partition("://")[2], gateway.host, gateway.hosts):
                 raise ApiError(
@@ -194,7 +193,7 @@ class Routes:
         ]
 
     async def _get_health(self, _request: web.Request) -> web.Response:
-        instances = instances_of(self._plane.state())
+        instances = instances_of(self._context.plane.state())
         serving = _can_decode(instances)
         return web.json_response(
             {
@@ -206,9 +205,9 @@ class Routes:
 
     async def _get_ready(self, _request: web.Request) -> web.Response:
         """Whether new clients should be sent here."""
-        if self._draining.active:
+        if self._context.draining.active:
             return web.json_response({"status": "draining"}, status=503)
-        if not _can_decode(instances_of(self._plane.state())):
+        if not _can_decode(instances_of(self._context.plane.state())):
             return web.json_response({"status": "no decode instance answers"}, status=503)
         return web.json_response({"status": "ready"})
 

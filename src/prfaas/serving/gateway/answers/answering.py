@@ -73,9 +73,7 @@ class Answering:
         self._tokenization = tokenization
         self._prefill = prefill
         self._shadow = shadow
-        self._metrics = context.metrics
-        self._max_model_len = context.max_model_len
-        self._decode_attempts = context.options.decode_attempts
+        self._context = context
         self._decoder = Decoder(prefill, context)
         self._answer_text = AnswerText(context.running.current.model.path)
         self._called = CalledAnswers(tokenization, context)
@@ -138,7 +136,7 @@ class Answering:
         if failure.reason in (OWN_RESOURCES, TOO_LONG):
             return None
         answered = isinstance(failure, EngineAnswerError)
-        if len(failed) >= (MAX_ANSWERING_ATTEMPTS if answered else self._decode_attempts):
+        if len(failed) >= (MAX_ANSWERING_ATTEMPTS if answered else self._context.options.decode_attempts):
             return None
         try:
             return await self._prefill.prepare_again(ready.request, ready.prompt, avoid=failed)
@@ -154,13 +152,12 @@ class Answering:
             failed: decode engines that have failed this request; more are added.
         """
         try:
-            outcome = await self._resume(_broken_stream(ready, writer, failed))
+            await self._resume(_broken_stream(ready, writer, failed))
         except CannotResumeError as error:
-            outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
             event = failure.event if isinstance(failure, EngineAnswerError) else None
             await writer.break_off(sentence, event)
-        self._count(ready.request, outcome)
+            self._count(ready.request, error.outcome)
         return await writer.end()
 
     async def _after_first(self, early: EarlyRequest, writer: ResponseWriter) -> web.StreamResponse:
@@ -179,7 +176,7 @@ class Answering:
             failed=[],
         )
         _look_for_stops(begun, first.text, held_chars=0)
-        self._metrics.first_tokens.labels("prefill" if first.finish_reason is None else "whole").inc()
+        self._context.metrics.first_tokens.labels("prefill" if first.finish_reason is None else "whole").inc()
         try:
             for event in told:
                 await writer.write(event)
@@ -219,17 +216,20 @@ class Answering:
         begun.request.record.sent(ready.header())
         if not await self._relayed(begun, rest, ready):
             try:
-                outcome = await self._resume(begun)
+                await self._resume(begun)
             except CannotResumeError as error:
                 self._count(begun.request, error.outcome)
                 raise
-            self._count(begun.request, outcome)
 
     def _rest_of(self, begun: BegunAnswer) -> AnswerRest | None:
         """A request for what follows the tokens so far; None: nothing may follow."""
         request, sent = begun.request, begun.ids.ids
         max_tokens = tokens_left(
-            request.endpoint, begun.request.body, len(begun.prompt.token_ids), len(sent), self._max_model_len
+            request.endpoint,
+            begun.request.body,
+            len(begun.prompt.token_ids),
+            len(sent),
+            self._context.max_model_len,
         )
         if begun.transcript.finish_reason is not None or begun.transcript.ended or max_tokens < 1:
             return None
@@ -254,10 +254,10 @@ class Answering:
         begun.request.record.answer_tokens = sent_tokens
 
     def _count(self, request: ServingRequest, outcome: str) -> None:
-        self._metrics.continuations.labels(outcome).inc()
+        self._context.metrics.continuations.labels(outcome).inc()
         request.record.note(f"continuation: {outcome}")
 
-    async def _resume(self, begun: BegunAnswer) -> str:
+    async def _resume(self, begun: BegunAnswer) -> None:
         """Write the rest. Raises CannotResumeError, perhaps after a part of it."""
         while True:
             if begun.transcript.finish_reason is None and not begun.ids.calls:
@@ -265,8 +265,8 @@ class Answering:
             rest = self._rest_of(begun)
             if rest is None:
                 await self._close(begun)
-                return "finished"
-            if len(begun.failed) >= self._decode_attempts:
+                return self._count(begun.request, "finished")
+            if len(begun.failed) >= self._context.options.decode_attempts:
                 raise CannotResumeError("attempts")
             try:
                 if begun.ids.calls:
@@ -276,7 +276,7 @@ class Answering:
             except NoDecodeInstanceError:
                 raise CannotResumeError("no-instance") from None
             if await self._relayed(begun, rest, ready):
-                return "continued"
+                return self._count(begun.request, "continued")
 
     async def _cut(self, begun: BegunAnswer) -> None:
         """Forget the last tokens as far as the client has read nothing of them. Raises CannotResumeError.

@@ -45,10 +45,8 @@ class Decoder:
 
     def __init__(self, prefill: PrefillOrchestrator, context: GatewayContext) -> None:
         self._prefill = prefill
+        self._context = context
         self._plane = context.plane
-        self._client = context.client
-        self._metrics = context.metrics
-        self._json_threads = context.json_threads
 
     async def relay(self, ready: ReadyRequest, writer: ResponseWriter) -> web.StreamResponse:
         """Pass one decode engine's whole answer on. Raises EngineCallError, perhaps after a part of it."""
@@ -131,7 +129,7 @@ class Decoder:
 
     async def _body(self, ready: ReadyRequest) -> bytes:
         request = ready.request
-        return await self._json_threads.run(
+        return await self._context.json_threads.run(
             request.size_bytes + JSON_BYTES_PER_TOKEN * len(ready.reuse_ids or ()),
             decode_body,
             {**request.body, "return_token_ids": True} if _tells_ids(request) else request.body,
@@ -143,18 +141,18 @@ class Decoder:
     def report(self, ready: ReadyRequest, failure: EngineCallError) -> None:
         """Tell log, metrics and control plane what a failure says about the decode engine."""
         logger.warning("decode instance failed: %s", failure)
-        self._metrics.decode_failures.labels(failure.reason).inc()
+        self._context.metrics.decode_failures.labels(failure.reason).inc()
         ready.request.record.note(f"{ready.decode} failed: {failure.reason}")
         accuse(self._plane, ready.decode, failure)
 
     def _note_refusal(self, ready: ReadyRequest, status: int) -> None:
         """The decode engine has refused the request: before KV was moved for it, or after."""
         ready.request.record.refused_status = status
-        self._metrics.refused.labels("engine-late" if ready.moves_kv else "engine").inc()
+        self._context.metrics.refused.labels("engine-late" if ready.moves_kv else "engine").inc()
 
     async def _ask(self, ready: ReadyRequest, body: bytes, headers: Mapping[str, str]) -> EngineResponse:
         instance = self._plane.members.instance(ready.decode)
-        return await self._client.open(instance, ready.request.endpoint.path, body, headers)
+        return await self._context.client.open(instance, ready.request.endpoint.path, body, headers)
 
     async def _ask_reading(
         self, ready: PullingRequest, body: bytes, headers: Mapping[str, str]

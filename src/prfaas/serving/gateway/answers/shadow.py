@@ -16,6 +16,7 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import EngineCallError
 from prfaas.serving.gateway.prompts.prompt import Endpoint, can_resume
 from prfaas.serving.gateway.ways.ready_requests import DecidedRequest, ReadyRequest
+from prfaas.serving.tasks import end_all
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,6 @@ class Shadow:
         """`draw`: decides who is compared."""
         self._context = context
         self._plane = context.plane
-        self._client = context.client
-        self._metrics = context.metrics
         self._draw = draw or random.Random()
         self._running: asyncio.Task[None] | None = None
 
@@ -68,8 +67,7 @@ class Shadow:
     async def close(self) -> None:
         """End the comparison under way."""
         if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+            await end_all(self._running)
 
     async def _compare(self, ready: DecidedRequest, token_ids: Sequence[int], engine: str) -> None:
         asked = asyncio.create_task(self._plain_answer(ready, len(token_ids), engine))
@@ -84,8 +82,7 @@ class Shadow:
             logger.info("a shadow request at %s failed: %s", engine, type(error).__name__)
             outcome = "failed"
         finally:
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            await end_all(asked)
         self._count(outcome)
         if outcome == "mismatch":
             logger.error(
@@ -109,7 +106,7 @@ class Shadow:
             # Nobody else has it: no cached block is reused, and none is left to be.
             "cache_salt": secrets.token_hex(16),
         }
-        answer = await self._client.call(
+        answer = await self._context.client.call(
             self._plane.members.instance(engine),
             Endpoint.COMPLETIONS.path,
             orjson.dumps(body, default=list),
@@ -120,7 +117,7 @@ class Shadow:
         return choice
 
     def _count(self, outcome: str) -> None:
-        self._metrics.shadows.labels(outcome).inc()
+        self._context.metrics.shadows.labels(outcome).inc()
 
 
 def is_comparable(endpoint: Endpoint, body: Json) -> bool:

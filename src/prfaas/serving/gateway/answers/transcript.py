@@ -55,9 +55,13 @@ class AnswerText:
     def _seam(
         self, prompt_ids: Sequence[int], ids: Sequence[int], read: str, first_id: int, held_chars: int
     ) -> tuple[int, str] | None:
-        tokenizer = self._read()
         if not read:
             return None
+        if self._tokenizer is None and self._file.is_file():
+            self._tokenizer = Tokenizer.from_file(str(self._file))
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+        tokenizer = self._tokenizer
         if tokenizer is None:
             # What came in one event is all there, for all that can be known.
             return None if held_chars else (len(ids), "")
@@ -73,14 +77,6 @@ class AnswerText:
                 if text[: len(text) - held_chars].endswith(read):
                     return count, text
         return None
-
-    def _read(self) -> Tokenizer | None:
-        if self._tokenizer is None and self._file.is_file():
-            tokenizer = Tokenizer.from_file(str(self._file))
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-            self._tokenizer = tokenizer
-        return self._tokenizer
 
 
 class CannotResumeError(Exception):

@@ -194,10 +194,9 @@ def samples_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
 
     vLLM makes every sample a request, and each of them loads the transfer.
     """
-    if endpoint is Endpoint.GENERATE:
-        said = body.get("sampling_params")
-        return (_samples(said) or 1) if isinstance(said, dict) else 1
-    return (_samples(body) or 1) if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) else 1
+    said = body.get("sampling_params") if endpoint is Endpoint.GENERATE else body
+    has_samples = endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.GENERATE)
+    return (_samples(said) or 1) if has_samples and isinstance(said, Mapping) else 1
 
 
 def answers_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
@@ -296,12 +295,14 @@ def _plain_messages(
         return None
     plain: list[tuple[str, str | tuple[str, ...]]] = []
     for message in said:
-        content = message.content
-        texts = (content,) if isinstance(content, str) else tuple(part.text for part in content)
+        written = message.content
+        content = written if isinstance(written, str) else tuple(part.text for part in written)
         # vLLM edits system messages that begin with this line.
-        if message.role == "system" and any(text.startswith("x-anthropic") for text in texts):
-            return None
-        plain.append((message.role, content if isinstance(content, str) else texts))
+        if message.role == "system":
+            texts = (content,) if isinstance(content, str) else content
+            if any(text.startswith("x-anthropic") for text in texts):
+                return None
+        plain.append((message.role, content))
     return tuple(plain)
 
 

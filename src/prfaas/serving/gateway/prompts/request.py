@@ -124,8 +124,6 @@ class ServingRequest:
     """Whether another engine could continue a stream of its answer: `can_resume`."""
     is_usual: bool
     """Whether its body is: `is_usual`."""
-    whole: str | None
-    """Why its decode engine has to prefill it, in one word; None: another one may."""
     model: str
     """The name that engines know: an adapter's or the base model's."""
     adapter: str
@@ -162,12 +160,8 @@ class Tenants:
     """Derives salts with the deployment's key, so that no client can guess or choose another's."""
 
     def __init__(self, key: bytes, header: str | None, weights: Mapping[str, int] | None = None) -> None:
-        """
-        Args:
-            key: of the deployment.
-            header: names the tenant. None: all requests are one tenant's and share prefixes.
-            weights: parts of a link by the header's value; 1 for all others.
-        """
+        """`header` names the tenant; None: all requests are one tenant's and share prefixes. `weights`: parts of a link
+        by the header's value; 1 for all others."""
         self._key = key
         self.adopt(header, weights or {})
 

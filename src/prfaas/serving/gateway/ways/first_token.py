@@ -126,14 +126,12 @@ class FirstTokenRules:
     """Decides for each request, by what is known to be exact: anything else takes the other way."""
 
     def __init__(self, context: GatewayContext) -> None:
-        self._running = context.running
-        self._metrics = context.metrics
-        self._max_model_len = context.max_model_len
+        self._context = context
         self.follow()
 
     def follow(self) -> None:
         """Look at the file, and at what the model's own defaults are, once."""
-        deployment = self._running.current
+        deployment = self._context.running.current
         self._wanted = deployment.gateway.first_token != "decode"
         defaults = _checkpoint_defaults(deployment) if self._wanted else {}
         setting = _shaping_setting(deployment, defaults) if self._wanted else None
@@ -153,12 +151,12 @@ class FirstTokenRules:
         reason = self._refusal(request)
         if (
             reason is None
-            and tokens_left(request.endpoint, body, len(prompt.token_ids), 0, self._max_model_len) < 2
+            and tokens_left(request.endpoint, body, len(prompt.token_ids), 0, self._context.max_model_len) < 2
         ):
             # The answer ends with it.
             reason = "one-token"
         if reason is not None:
-            self._metrics.first_tokens.labels(reason).inc()
+            self._context.metrics.first_tokens.labels(reason).inc()
             return None
         sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
         if body.get("min_tokens"):

@@ -34,7 +34,6 @@ class PrefixMoves:
         self._copier = copier
         self._tenants = tenants
         self._plane = context.plane
-        self._metrics = context.metrics
         self.bill = EgressBill(context.running, context.metrics)
         self._context = context
 
@@ -130,10 +129,10 @@ class PrefixMoves:
         return done
 
     def _note(self, request: ServingRequest, outcome: str, moved: TransferredBytes | None) -> None:
-        self._metrics.cache_transfers.labels(outcome).inc()
+        self._context.metrics.cache_transfers.labels(outcome).inc()
         request.record.prefix_outcome = outcome
         if moved is not None:
-            self._metrics.cache_transferred_bytes.inc(moved.total_bytes)
+            self._context.metrics.cache_transferred_bytes.inc(moved.total_bytes)
             request.record.prefix_moved = moved
 
 

@@ -1,6 +1,8 @@
 """Carries a routing decision out: prefill where it says, move the KV, and fall back to a local prefill."""
 
 import asyncio
+import math
+import time
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -33,6 +35,7 @@ from prfaas.serving.gateway.ways.ready_requests import (
     ReadyRequest,
 )
 from prfaas.serving.gateway.ways.remote_prefill import RemotePrefill
+from prfaas.serving.tracing import AttributeValue
 
 # Prefills elsewhere that one request may try before its decode engine prefills.
 _PREFILL_ATTEMPTS = 2
@@ -52,14 +55,31 @@ class PrefillOrchestrator:
         self._prefixes = prefixes
         self._first_tokens = first_tokens
         self._plane = context.plane
-        self._metrics = context.metrics
         self._context = context
 
-    def shows_first(self, request: ServingRequest) -> bool:
-        """Whether the client would see a first token of the prefill before the KV has moved."""
-        return self._first_tokens.shows_first(request)
+    def decide(self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
+        """Where the request goes. Raises NoDecodeInstanceError.
 
-    def whole(self, prompt: DirectPrompt, avoid: Collection[str] = ()) -> Decision:
+        The length of each prompt enters the statistics from which thresholds and roles are worked out.
+        """
+        plane, record = self._plane, request.record
+        if isinstance(prompt, DirectPrompt):
+            record.prompt_tokens = prompt.num_tokens or None
+            decision = self._whole(prompt)
+            for length in prompt.lengths:
+                plane.observe(length, math.ceil(length * decision.uncached_tokens / prompt.num_tokens))
+            return decision
+        begun_s = time.perf_counter()
+        num_tokens = len(prompt.token_ids)
+        record.prompt_tokens = num_tokens
+        first_from_prefill = self._first_tokens.shows_first(request)
+        decision = plane.router.route(num_tokens, prompt.chains, first_from_prefill=first_from_prefill)
+        plane.observe(num_tokens, decision.uncached_tokens)
+        policy = self._context.running.current.routing.policy
+        record.since("decide", begun_s, decision_attributes(decision, policy))
+        return decision
+
+    def _whole(self, prompt: DirectPrompt, avoid: Collection[str] = ()) -> Decision:
         """Where a prompt goes that its decode engine prefills itself. Raises NoDecodeInstanceError."""
         return self._plane.router.at_decode(
             prompt.num_tokens,
@@ -134,7 +154,7 @@ class PrefillOrchestrator:
                     self.abandon(ready, f"the first token can't be told alone: {held}")
                     await asyncio.wait((ready.arriving,))
                     ask = None
-                    self._metrics.first_tokens.labels(held).inc()
+                    self._context.metrics.first_tokens.labels(held).inc()
                     request.record.fell_back(attempt, f"first-token-{held}")
                     continue
                 if isinstance(ready, MovedRequest):
@@ -167,7 +187,7 @@ class PrefillOrchestrator:
         NoDecodeInstanceError.
         """
         if isinstance(prompt, DirectPrompt):
-            return self._direct(request, prompt, self.whole(prompt, avoid))
+            return self._direct(request, prompt, self._whole(prompt, avoid))
         decision = self._plane.router.route(
             len(prompt.token_ids), prompt.chains, avoid=avoid, offload=near_after is None
         )
@@ -221,14 +241,14 @@ class PrefillOrchestrator:
 
     def _fell_back(self, request: ServingRequest, reason: str) -> None:
         request.record.fell_back(request.record.attempts[-1], reason)
-        self._metrics.fallbacks.labels(reason).inc()
+        self._context.metrics.fallbacks.labels(reason).inc()
 
     def _from_kept(
         self, prompt: TokenizedPrompt, decision: Decision, kept: KeptPart, fallback: str
     ) -> KeptRequest:
         """The decode engine loads what has come of a broken transfer, and computes the rest."""
         record, left_tokens = prompt.request.record, len(prompt.token_ids) - kept.usable_tokens
-        self._metrics.kept_tokens.inc(kept.usable_tokens - kept.ticket.skip_tokens)
+        self._context.metrics.kept_tokens.inc(kept.usable_tokens - kept.ticket.skip_tokens)
         record.note(f"{decision.decode} goes on after {kept.usable_tokens} tokens that had come")
         local = self._at_decode(prompt, decision, "kept", fallback)
         mine = structs.replace(local.decision, prefill_tokens=left_tokens)
@@ -268,7 +288,7 @@ class PrefillOrchestrator:
     def _direct(self, request: ServingRequest, prompt: DirectPrompt, decision: Decision) -> DirectRequest:
         """The decode engine gets the request as it is."""
         request.record.direct_reason = prompt.reason
-        self._metrics.direct.labels(prompt.reason).inc()
+        self._context.metrics.direct.labels(prompt.reason).inc()
         if prompt.num_tokens:
             request.record.start(decision, prompt.num_tokens).outcome = "done"
         return DirectRequest(decision=decision, prompt=prompt, asked=request)
@@ -277,7 +297,7 @@ class PrefillOrchestrator:
         self, prompt: TokenizedPrompt, decision: Decision, reason: str, fallback: str | None
     ) -> LocalRequest:
         """The decode instance of `decision` prefills itself."""
-        self._metrics.direct.labels(reason).inc()
+        self._context.metrics.direct.labels(reason).inc()
         if decision.transfers:
             # The policy did not ask what the decode instance can reuse. Attention blocks that need not be sent
             # are a bound.
@@ -293,3 +313,25 @@ class PrefillOrchestrator:
             )
         prompt.request.record.start(decision, len(prompt.token_ids)).outcome = "done"
         return LocalRequest(decision=decision, prompt=prompt, prefix=MovedPrefix(decision), fallback=fallback)
+
+
+def decision_attributes(decision: Decision, policy: str) -> dict[str, AttributeValue]:
+    """What a decision's span tells."""
+    told: dict[str, AttributeValue] = {
+        "prfaas.policy": policy,
+        "prfaas.route": str(decision.route),
+        "prfaas.reason": decision.reason,
+        "prfaas.uncached_tokens": decision.uncached_tokens,
+        "prfaas.prefill_tokens": decision.prefill_tokens,
+        "prfaas.skip_tokens": decision.skip_tokens,
+        "prfaas.prefill.instance": decision.prefill,
+        "prfaas.decode.instance": decision.decode,
+    }
+    for name, value in (
+        ("prfaas.threshold_tokens", decision.threshold_tokens),
+        ("prfaas.predicted_ttft_s", decision.predicted_ttft_s),
+    ):
+        # No attribute in place of "never" and "unknown".
+        if math.isfinite(value):
+            told[name] = float(value)
+    return told

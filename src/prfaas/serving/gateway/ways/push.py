@@ -96,10 +96,8 @@ class HopTrace:
     """The two spans begin together, and each ends by itself."""
 
     def __init__(self, trace: RequestSpans, spec: TransferSpec, plane: LivePlane) -> None:
-        producer, consumer = (
-            plane.members.instance(spec.producer).cluster,
-            plane.members.instance(spec.consumer).cluster,
-        )
+        members = plane.members
+        producer, consumer = members.instance(spec.producer).cluster, members.instance(spec.consumer).cluster
         self._spec = spec
         self._links = plane.links
         self._resent_bytes = plane.links.resent_bytes(spec.producer, spec.consumer)
