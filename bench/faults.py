@@ -77,7 +77,7 @@ class Run:
     recoveries: list[float]
     left: list[str]
     quiet_s: float
-    tracebacks: int
+    tracebacks: list[str]
     seconds: float
 
     def count(self, outcome: str) -> int:
@@ -283,6 +283,7 @@ def show(run: Run, console: Console) -> None:
         )
     for sentence in [
         *run.left[:8],
+        *run.tracebacks[:8],
         *(f"{d.fault.kind} of {d.target}: {d.problem}" for d in run.faults if d.problem),
     ]:
         console.print(sentence, markup=False)
@@ -290,7 +291,7 @@ def show(run: Run, console: Console) -> None:
     back = f"back in routing after {_seconds(statistics.median(run.recoveries))}, " if run.recoveries else ""
     console.print(
         f"{outcomes['right']} right, {outcomes['refused']} refused; {back}"
-        f"{run.tracebacks} tracebacks in the logs; {os.cpu_count()} cores had {os.getloadavg()[0]:.1f} "
+        f"{len(run.tracebacks)} tracebacks in the logs; {os.cpu_count()} cores had {os.getloadavg()[0]:.1f} "
         "processes to run in the last minute"
     )
 

@@ -284,11 +284,18 @@ def left_processes(home: Path) -> list[str]:
     return found
 
 
-def tracebacks(deployment: Deployment, home: Path) -> int:
-    """In the logs of gateway and engines, exceptions in one line among them."""
-    logs = [*deployment.logs_dir.glob("*.log*"), *home.glob("*.log")]
-    # What aiohttp says where bytes are no HTTP; it answers 400.
-    unreadable = re.compile(r' exception="Bad\w+ in aiohttp\._http_parser')
-    text = "".join(log.read_text(errors="replace") for log in logs)
-    found = text.count("Traceback (most recent call last)") + text.count(' exception="')
-    return found - len(unreadable.findall(text))
+# Of a traceback, to be read by a person.
+_MOST_SHOWN = 4000
+
+
+def tracebacks(deployment: Deployment, home: Path) -> list[str]:
+    """What the logs of gateway and engines have of each exception, of those in one line too."""
+    # Not what aiohttp says where bytes are no HTTP; it answers 400.
+    mark = re.compile(r'Traceback \(most recent call last\)| exception="(?!Bad\w+ in aiohttp\._http_parser)')
+    found = []
+    for log in [*deployment.logs_dir.glob("*.log*"), *home.glob("*.log")]:
+        text = log.read_text(errors="replace")
+        for each in mark.finditer(text):
+            begin = text.rfind("\n", 0, each.start()) + 1
+            found.append(f"{log.name}: {text[begin : each.start() + _MOST_SHOWN]}")
+    return found

@@ -409,7 +409,7 @@ def verdicts(found: dict[str, Any]) -> list[tuple[bool, str]]:
             for name, most in found["bytes"].items()
         ),
         (not found["left_over"], f"{len(found['left_over'])} things left over"),
-        (not found["tracebacks"], f"{found['tracebacks']} tracebacks in the logs"),
+        (not found["tracebacks"], f"{len(found['tracebacks'])} tracebacks in the logs"),
     ]
 
 
@@ -428,8 +428,8 @@ def main() -> int:
         found = uvloop.run(measured(Path(home), options))
     for what, count in (found["acts"] | found["wrong"]).items():
         print(f"{count:6}  {what}")
-    for sentence in found["left_over"]:
-        print(sentence)
+    for text in found["left_over"] + found["tracebacks"]:
+        print(text)
     for good, sentence in verdicts(found):
         print(f"{'yes' if good else 'NO '}  {sentence}")
     if options.json is not None:

@@ -21,6 +21,7 @@ from prfaas.core.deployment.planned import EmpiricalLengths, FixedLengths, Lengt
         ),
     ],
 )
+@pytest.mark.slow("searches plans and simulates them")
 def test_no_plan_is_contradicted(seed: int) -> None:
     """One length, whose prompts are divided: stable rate, search, and what is left without the line."""
     found = list(islice(verdicts.verdicts_of(seed), 3))
@@ -33,6 +34,7 @@ def test_no_plan_is_contradicted(seed: int) -> None:
     [FixedLengths(27_000), EmpiricalLengths((8192, 65_536), (3, 1))],
     ids=["one length", "two templates"],
 )
+@pytest.mark.slow("searches plans and simulates them")
 def test_no_plan_of_several_clusters_is_contradicted(lengths: LengthsSpec) -> None:
     """What the plan divides among four clusters, the default policy with a threshold for each PD cluster carries."""
     multi = load_planned(verdicts.EXAMPLES / "multi.yaml")
@@ -40,6 +42,7 @@ def test_no_plan_of_several_clusters_is_contradicted(lengths: LengthsSpec) -> No
     assert not verdicts.verdict_of_several(planned).contradicts
 
 
+@pytest.mark.slow("searches plans and simulates them")
 def test_a_pd_cluster_whose_instances_all_decode_keeps_their_time_for_answers() -> None:
     """Narrow links wait: prefills that went to decode instances instead cost 4 % of what was planned."""
     assert not verdicts.verdict_of_several(verdicts.random_deployment(22, has_several=True)).contradicts

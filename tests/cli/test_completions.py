@@ -30,6 +30,7 @@ def offered(*words: str, folder: Path = EXAMPLES) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow("starts a process for each word")
 def test_commands_and_names() -> None:
     assert {"status", "study", "explain"} <= set(offered(""))
     assert offered("study", "ab") == ["ablation"]

@@ -90,6 +90,7 @@ def child(code: str, *args: object, stdout: int) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "args", [("plan", PAPER), ("plan", PAPER, "--json"), ("plan", "--help"), ("--version",)]
 )
+@pytest.mark.slow("starts processes")
 def test_a_full_output_is_one_sentence(args: tuple[object, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         code, said = child(PRELUDE + "main()", *args, stdout=full.fileno())

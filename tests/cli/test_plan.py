@@ -377,6 +377,7 @@ def test_prompts_beyond_a_profile_are_planned_for_and_said(
     assert rates[1] < rates[0] / 2
 
 
+@pytest.mark.slow("plans for each of the error bars")
 def test_a_verdict_on_estimates_says_what_their_error_bars_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def test_a_pool_that_has_ended_does_not_answer(
         assert json.loads(capsys.readouterr().out) == {"pools": [{"name": "home-pool", "answers": False}]}
 
 
+@pytest.mark.slow("starts processes")
 def test_pools_are_shown_verified_and_cleared(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,7 @@ def test_files_without_end_are_refused(
 @pytest.mark.parametrize(
     "text", ["a: [" + "1," * 150_000 + "1]", "".join(f"k{n}: 1\n" for n in range(70_000))]
 )
+@pytest.mark.slow("megabytes of text")
 def test_a_file_of_many_values_is_given_up_at_its_bound(tmp_path: Path, text: str) -> None:
     """Not when all of them have become objects, which took a minute and 1.5 GB for 10 MB."""
     path = tmp_path / "sites.yaml"
@@ -108,6 +109,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path, name: str) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.slow("megabytes of text")
 def test_a_header_of_many_columns_takes_time_as_it_is_long(tmp_path: Path) -> None:
     """Each name was counted among all others: four hundred billion comparisons here."""
     path = tmp_path / "wide.csv"

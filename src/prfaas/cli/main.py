@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,13 +128,19 @@ def _root(
     """
 
 
+@cache
+def _all_commands() -> Any:
+    """What `app` makes anew for each call: a process that runs many commands, as tests do, makes them once."""
+    return typer.main.get_command(app)
+
+
 def main() -> None:
     """Entry point of the `prfaas` script."""
     # None where who started it has closed it.
     sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     try:
         with _flushed():
-            code = app(standalone_mode=False)
+            code = _all_commands()(standalone_mode=False)
     except _USAGE_ERROR as error:
         _say_usage(error)
         sys.exit(2)

@@ -93,6 +93,7 @@ def test_what_a_window_of_lengths_finds_is_within_a_hundredth_of_the_best(
 
 @given(laws, st.tuples(st.integers(1, 7), st.integers(1, 7)), st.sampled_from([2e9, 8e9, 100e9]))
 @settings(deadline=None, max_examples=8)
+@pytest.mark.slow("brute force")
 def test_so_is_that_of_each_of_several_pd_clusters(
     lengths: list[int], n_prefill: tuple[int, int], bits_per_s: float
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_prefix_that_must_be_there_before_still_counts() -> None:
     st.booleans(),
     st.floats(0.05, 0.99),
 )
+@pytest.mark.slow("plans anew for each example")
 def test_no_token_comes_later_and_nothing_else_changes(
     bits_per_s: float,
     rtt_s: float,

@@ -35,6 +35,7 @@ Case = tuple[PlanProblem, Callable[[list[tuple[float, float]]], TwoClusters]]
 
 @settings(deadline=None, max_examples=150)
 @given(two_clusters(), st.booleans())
+@pytest.mark.slow("brute force")
 def test_same_optimum_as_plain_loops_over_atoms(case: Case, by_length: bool) -> None:
     problem, make_oracle = case
     oracle = make_oracle(requests_of(problem.workload.lengths, 100))

@@ -164,6 +164,7 @@ def test_clusters_that_cannot_be_divided_or_counted_stay() -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow("an hour of decisions from each start")
 def test_converges_from_any_start_and_then_rests(start: int, mix: dict[str, int]) -> None:
     """At 90 % of what the best roles could do, with utilisations known to ±2 %."""
     problem = problem_of(**mix)
@@ -178,6 +179,7 @@ def test_converges_from_any_start_and_then_rests(start: int, mix: dict[str, int]
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("off", [-1, 0, 1])
+@pytest.mark.slow("an hour of decisions for each seed")
 def test_noise_does_not_make_it_flap(seed: int, off: int) -> None:
     """Every evaluation sees another sample of 1,000 lengths and utilisations off by ±10 %."""
     rng = np.random.default_rng(seed)

@@ -54,6 +54,7 @@ def test_drawn_lengths_have_the_distribution(lengths: LengthDistribution) -> Non
 
 @settings(max_examples=30, deadline=None)
 @given(seeds, st.integers(1, 3000))
+@pytest.mark.slow("millions of tokens")
 def test_independent_prompts_share_nothing(seed: int, block_tokens: int) -> None:
     traffic = IndependentTraffic(Poisson(3), Uniform(1, 5000), fixed(20), block_tokens)
     requests = requests_of(traffic, seed, limit=300)

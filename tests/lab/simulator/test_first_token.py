@@ -127,6 +127,7 @@ def test_without_a_link_in_the_way_nothing_is_odd(case_study: CaseStudy) -> None
     st.sampled_from([2e8, 2e9, 1e11]),
     st.booleans(),
 )
+@pytest.mark.slow("simulates thousands of requests")
 def test_every_token_is_as_soon_and_all_bytes_and_tokens_are_the_same(
     case_study: CaseStudy,
     policy: str,

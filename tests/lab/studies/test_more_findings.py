@@ -172,6 +172,7 @@ def test_with_which_models_it_pays_is_told(context: StudyContext) -> None:
     assert "| minimax-m2.5 | 248 KiB | 3.12 | 37.4K | 4 / 4 |" in page
 
 
+@pytest.mark.slow("simulates thousands of requests")
 def test_what_stores_are_worth_to_agents_is_told(context: StudyContext) -> None:
     worth = {"nothing kept": 4.0, "engines' caches, no moves": 2.0, "engines' caches, moves": 1.5}
 

@@ -77,6 +77,7 @@ def test_the_gateway_routes_by_as_much(deployment: Deployment) -> None:
     assert view.kv_of_pools("home").prefix_bytes_to_move(TOKENS, 0) == COPIES * ONCE_BYTES
 
 
+@pytest.mark.slow("starts processes")
 def test_stand_ins_send_as_much(deployment: Deployment) -> None:
     async def check() -> tuple[RouteHeader, int]:
         async with running(deployment) as world:

@@ -126,6 +126,7 @@ def test_tensors_are_bf16_and_numbers(name: str, models: dict[str, Path]) -> Non
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3", "mimo-v2-flash", "gpt-oss"])
+@pytest.mark.slow("imports vLLM or torch")
 def test_tensor_names_and_shapes_are_those_of_the_family(
     name: str, models: dict[str, Path], tmp_path: Path
 ) -> None:

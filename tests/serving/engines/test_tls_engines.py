@@ -71,6 +71,7 @@ async def health(deployment: Deployment, name: str, **options: Any) -> int:
         return response.status
 
 
+@pytest.mark.slow("starts processes")
 def test_answers_come_over_tls_and_strangers_get_none(deployment: Deployment, tmp_path: Path) -> None:
     folder = deployment.security.certificates
     foreign = Authority(tmp_path / "foreign").identity(GATEWAY)
@@ -184,6 +185,7 @@ def test_doctor_says_who_does_not_agree_on_tls(deployment: Deployment, tmp_path:
     asyncio.run(check())
 
 
+@pytest.mark.slow("starts processes")
 def test_processes_are_started_asked_and_ended_over_tls(deployment: Deployment) -> None:
     for file in deployment.security.certificates.iterdir():
         file.unlink()

@@ -251,6 +251,7 @@ def test_the_first_screen_says_whether_it_is_well(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow("a browser shows the page")
 def test_it_is_readable_small_and_dark(tmp_path: Path) -> None:
     async def main() -> None:
         async with seen(tmp_path, token=False) as (_, page, url):

@@ -79,6 +79,7 @@ DEPLOYMENT: Any = SimpleNamespace(
 
 
 @FUZZ
+@pytest.mark.slow("hundreds of requests through a whole gateway")
 @pytest.mark.parametrize("endpoint", sorted(Endpoint), ids=str)
 @given(raw=bodies)
 def test_a_client_may_send_anything(endpoint: Endpoint, raw: bytes) -> None:

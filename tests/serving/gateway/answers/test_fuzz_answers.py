@@ -89,6 +89,7 @@ def record() -> Any:
 
 
 @FUZZ
+@pytest.mark.slow("hundreds of requests through a whole gateway")
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=str)
 @given(data=st.data(), cuts=st.lists(st.floats(0, 1), max_size=6))
 def test_an_engine_may_stream_anything(endpoint: Endpoint, data: st.DataObject, cuts: list[float]) -> None:

