@@ -41,10 +41,10 @@ from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
 from prfaas.serving.gateway.routes import Routes, http_logger
 from prfaas.serving.gateway.told_requests import LedgerEntries, count_served
 from prfaas.serving.gateway.ways.first_token import FirstTokenRules
+from prfaas.serving.gateway.ways.hops import PrefillHops
 from prfaas.serving.gateway.ways.kv_transfer import KvTransfers
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
-from prfaas.serving.gateway.ways.push import PrefillHops
 from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.ledger_file import Ledger
 from prfaas.serving.pool.copier import PoolCopier

@@ -8,13 +8,13 @@ from prfaas.core.scheduling.decision import CacheTransfer, Decision
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants, TokenizedPrompt
 from prfaas.serving.gateway.request_log import TransferredBytes
+from prfaas.serving.gateway.ways.hops import PrefillHops, PushHop, TransferSpec
 from prfaas.serving.gateway.ways.kv_transfer import (
     EgressBill,
     HopFailedError,
     MovedPrefix,
     TransferDone,
 )
-from prfaas.serving.gateway.ways.push import PrefillHops, PushHop, TransferSpec
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.tracing import AttributeValue
 from prfaas.serving.transport.protocol.requests import CopyResult

@@ -15,6 +15,7 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.prompt import PROMPT_LOGPROBS, DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, FirstTokenRules
+from prfaas.serving.gateway.ways.hops import PrefillHops
 from prfaas.serving.gateway.ways.kv_transfer import (
     INCOMPATIBLE,
     PREEMPTED,
@@ -23,7 +24,6 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     MovedPrefix,
 )
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
-from prfaas.serving.gateway.ways.push import PrefillHops
 from prfaas.serving.gateway.ways.ready_requests import (
     DecidedRequest,
     DirectRequest,

@@ -11,10 +11,9 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.request import TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, SampledTokens
+from prfaas.serving.gateway.ways.hops import PrefillHops, PullHop, PushHop, TransferSpec, tell
 from prfaas.serving.gateway.ways.kv_transfer import MovedPrefix, StartedTransfer, TransferDone
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
-from prfaas.serving.gateway.ways.pull import PullHop
-from prfaas.serving.gateway.ways.push import PrefillHops, PushHop, TransferSpec, tell
 from prfaas.serving.gateway.ways.ready_requests import (
     DecidedRequest,
     EarlyRequest,
