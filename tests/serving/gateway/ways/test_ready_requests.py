@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Coroutine
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     StartedTransfer,
     TransferDone,
 )
+from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
 from prfaas.serving.gateway.ways.ready_requests import (
     DirectRequest,
     EarlyRequest,
@@ -172,3 +174,21 @@ def test_what_is_freed_depends_on_how_far_it_came(work: Any, moving: Any, early:
 
     assert asyncio.run(given_up(MovingRequest, work())) == moving
     assert asyncio.run(given_up(EarlyRequest, work())) == early
+
+
+def test_what_has_arrived_is_of_the_prompt_that_waited_for_it() -> None:
+    """It may ask its engine for more than the first one did, such as token ids to compare."""
+
+    async def main() -> None:
+        record = SimpleNamespace(attempts=[SimpleNamespace(outcome="under way")])
+        asked = replace(PROMPT, request=SimpleNamespace(record=record))
+        arriving: Any = asyncio.create_task(arrived())
+        facts: dict[str, Any] = {"decision": FAR, "prompt": asked, "prefix": MovedPrefix(FAR)}
+        moving = MovingRequest(transfer=STARTED, arriving=arriving, **facts)
+        context: Any = SimpleNamespace(plane=None)
+        nobody: Any = None
+        ready = await PrefillOrchestrator(nobody, nobody, nobody, context).arrived(moving)
+        assert ready.request is asked.request and ready.kv_params() == MOVED.kv_params()
+        assert record.attempts[-1].outcome == "done"
+
+    asyncio.run(main())
