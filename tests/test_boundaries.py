@@ -84,7 +84,7 @@ HTTP = {
     "serving/gateway/console.py": "msgspec.json.decode read",
     "serving/gateway/dialects.py": "orjson.loads",
     "serving/gateway/prompts/tokenization.py": "msgspec.json.decode",
-    "serving/gateway/ways/pull.py": "orjson.loads",
+    "serving/gateway/ways/hops.py": "orjson.loads",
     "tools/http_client.py": "orjson.loads",
 }
 # Methods of our own with such a name, which have bounds.
