@@ -165,7 +165,7 @@ def test_a_sweep_over_a_price_has_a_break_even(
 def test_a_target_for_the_ttft(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    path = changed(tmp_path, ("  tokens_per_s: 40", "  tokens_per_s: 40\n  ttft_s: 4.5"))
+    path = changed(tmp_path, ("ttft_s: 12", "ttft_s: 4.5"))
     plan = planned(monkeypatch, capsys, path)
     assert plan["keeps_target"] and plan["ttft_estimate"]["p90_s"] <= 4.5
     assert plan["binding"][-1] == "TTFT target"
@@ -265,7 +265,7 @@ BAD = {
         [("tokens_per_s: 40", "tokens_per_s: 400")],
         "and a step of 20 takes 25 ms, over the limit of 2.5 ms",
     ),
-    "no SLO": ([("  tokens_per_s: 40", "  ttft_s: 2")], "slo: needs tokens_per_s (or tpot_s)"),
+    "no SLO": ([("  tokens_per_s: 40\n", "")], "slo: needs tokens_per_s (or tpot_s)"),
     "lengths upside down": (
         [("low: 128", "low: 200000")],
         "workload.lengths.high: 131072 must be greater than low",

@@ -537,3 +537,24 @@ def test_failures_that_can_not_be(
     assert run(monkeypatch, PAPER, option, text) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and message in said.err
+
+
+@pytest.mark.slow("simulates 60,000 requests")
+@pytest.mark.parametrize(
+    "args", [("--compare", "paper,tilted"), ("--bursts", "--report", "out")], ids=["two policies", "bursts"]
+)
+def test_the_tutorial_shows_what_is_printed(
+    args: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its tables: what stands above them says how long it took."""
+    page = (EXAMPLES.parent / "docs" / "tutorial" / "3-first-simulation.md").read_text()
+    shown = f"$ prfaas simulate examples/paper.yaml --load 0.9 {' '.join(args)}\n"
+    assert shown in page
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, PAPER, "--load", 0.9, *args) == 0
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines())
+    table = printed[printed.index("TTFT mean") :]
+    assert table in page.partition(shown)[2].partition("\n```")[0]
