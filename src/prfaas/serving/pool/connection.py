@@ -20,6 +20,8 @@ from prfaas.serving.pool.store import PageStore, StoreSession
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 18
+# What a process sends before it has opened a session: of a geometry, some KiB.
+_MOST_OPENING_BYTES = 1 << 20
 _PAGE_ID_BYTES = KEY_BYTES + 1
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(protocol.Request)
@@ -39,6 +41,9 @@ class PoolHost(Protocol):
 
     def closed(self, connection: "PoolConnection") -> None:
         """Forget a connection that has ended."""
+
+    def has_room(self) -> bool:
+        """Whether messages that are not whole yet fit into memory, of all connections together."""
 
     def used(self) -> None:
         """Schedule the store's deferred work."""
@@ -79,6 +84,11 @@ class PoolConnection:
         self._reads = True
         self._loop.add_reader(connection.fileno(), self._readable)
 
+    @property
+    def held_bytes(self) -> int:
+        """What was received and is not answered yet."""
+        return len(self._received)
+
     def close(self) -> None:
         """End the connection."""
         if self._closed:
@@ -103,6 +113,8 @@ class PoolConnection:
             return
         self._received += received
         self._answer_all()
+        if len(self._received) > _MOST_OPENING_BYTES and not self._host.has_room():
+            self._refuse("the pool has no memory for this message beside those of others: send it again")
         # Who reads no answers is not read either: what it sends on waits in its own socket.
         if not self._closed and (self._task or self._unsent) and len(self._received) > _READ_BYTES:
             self._loop.remove_reader(self._connection.fileno())
@@ -114,7 +126,7 @@ class PoolConnection:
             not (self._closed or self._task or self._unsent) and len(self._received) >= protocol.LENGTH_BYTES
         ):
             length = int.from_bytes(self._received[: protocol.LENGTH_BYTES], "little")
-            if not 0 < length <= protocol.MOST_MESSAGE_BYTES:
+            if not 0 < length <= (protocol.MOST_MESSAGE_BYTES if self._opened else _MOST_OPENING_BYTES):
                 self._refuse(f"a message of {length} bytes is none of the pool's")
                 return
             end = protocol.LENGTH_BYTES + length
