@@ -27,11 +27,17 @@ logger = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 200
 
 
-class _MalformedFilter(logging.Filter):
-    """aiohttp logs what it can't parse with a traceback that quotes it: only the kind of mistake is kept."""
+class _ClientsFaults(logging.Filter):
+    """aiohttp logs what its peers do with tracebacks as of errors.
+
+    Of what it can't parse, which the traceback quotes, only the kind of mistake is kept. A client that has left, which
+    the request may learn only when it writes, has a line of its own (`access`).
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ConnectionResetError):
+            return False
         if isinstance(error, HttpProcessingError):
             record.levelno, record.levelname = logging.INFO, "INFO"
             record.msg, record.args = (
@@ -44,7 +50,7 @@ class _MalformedFilter(logging.Filter):
 
 http_logger = logging.getLogger("prfaas.http")
 """For aiohttp's server."""
-http_logger.addFilter(_MalformedFilter())
+http_logger.addFilter(_ClientsFaults())
 
 
 @web.middleware

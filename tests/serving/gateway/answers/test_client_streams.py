@@ -1,10 +1,13 @@
 """Streams as clients of every kind read them: pieces leave in the callback in which they come from the engine."""
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Awaitable, Callable
 
 import orjson
 import pytest
+
+from prfaas.serving.gateway.answers.streams import ResponseWriter
 
 from ..stand_in import answer_text
 from ..world import World
@@ -50,6 +53,29 @@ def test_a_client_of_http_1_0_gets_the_bare_stream(in_world: InWorld) -> None:
         assert rest.startswith(b"data: ") and rest.endswith(b"data: [DONE]\n\n")
 
     in_world(body)
+
+
+def test_a_client_that_is_gone_when_its_next_piece_is_written_is_no_error(
+    in_world: InWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a busy machine a piece may be written before aiohttp tells the handler that the connection has ended."""
+
+    async def read_in_time(self: ResponseWriter, writing: Awaitable[None]) -> None:
+        await writing
+        if b"data:" in self.latest:
+            raise ConnectionResetError("the client has left")
+
+    monkeypatch.setattr(ResponseWriter, "_read_in_time", read_in_time)
+
+    async def body(world: World) -> None:
+        _, writer = await ask(world, b"1.1", max_tokens=50)
+        cancelled = 'prfaas_gateway_requests_total{endpoint="completions",outcome="cancelled"'
+        while not await world.metric(cancelled):
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    in_world(body)
+    assert [each.getMessage() for each in caplog.records if each.levelno > logging.INFO] == []
 
 
 @pytest.mark.slow("waits for time limits of connections")
