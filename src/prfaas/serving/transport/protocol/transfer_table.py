@@ -291,7 +291,7 @@ class TransferTable:
             self._counters["refused"] += not body.get("checkpoint")
             connection.post(refuse(transfer_id, str(error)))
             if live is None and over is None and not isinstance(error, ForeignTicketError):
-                self.report(transfer_id, TransferStatus.refused(str(error)), now_s)
+                self.report(transfer_id, TransferStatus.refused(str(error)), now_s, was_here=False)
             return
         self._counters["opened"] += transfer.checkpoint_of is None
         self._transfers[transfer_id] = transfer
@@ -433,7 +433,8 @@ class TransferTable:
         transfer = self._transfers.get(header.transfer_id)
         if transfer is None and self._tombstones.get(header.transfer_id) is None:
             # It replaces its OPEN, or has overtaken it on another connection.
-            self.report(header.transfer_id, TransferStatus.refused(f"producer aborted: {reason}"), now_s)
+            status = TransferStatus.refused(f"producer aborted: {reason}")
+            self.report(header.transfer_id, status, now_s, was_here=False)
         # An ABORT that crossed the last byte changes nothing.
         if transfer is None or not transfer.session.same(session) or transfer.phase.terminal:
             return
@@ -511,9 +512,13 @@ class TransferTable:
         elif not keep:
             self._partials.forget(transfer_id)
 
-    def report(self, transfer_id: bytes, status: TransferStatus, now_s: float) -> None:
+    def report(
+        self, transfer_id: bytes, status: TransferStatus, now_s: float, *, was_here: bool = True
+    ) -> None:
         """Record the final status of a transfer that was never admitted, or came by NIXL, and tell its watchers."""
-        self._tombstones.put(transfer_id, status, now_s + self._options.tombstone_s)
+        self._tombstones.put(
+            transfer_id, status, now_s + self._options.tombstone_s, was_here=was_here
+        )
         self._watchers.notify(transfer_id, status)
 
     def sweep(self, now_s: float) -> None:
