@@ -86,15 +86,14 @@ def _move(rank: Rank, random_bytes: np.random.Generator) -> tuple[float, float, 
     """Seconds of the engine's hooks, of the load, and from the first hook to the end of the load."""
     num_tokens = BLOCKS * BLOCK_TOKENS
     table = {0: random.sample(range(1, BLOCKS + 1), BLOCKS)}
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=num_tokens,
         skip_tokens=0,
         prompt_digest=bytes(16),
-        lifetime_s=600,
-        now_s=time.time(),
+        expires_at_s=time.time() + 600,
     )
     prompt = Prompt(ticket, 0, tuple(range(256, num_tokens + 1, 256)), table, table)
     rank.compute(prompt, random_bytes)
@@ -176,15 +175,14 @@ class _Hops:
                 raise RuntimeError(f"{name} is {found:g} at the decode engine")
 
     async def first_token_s(self, ids: list[int]) -> float:
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="east",
             consumer="home",
             num_tokens=len(ids) - 1,
             skip_tokens=0,
             prompt_digest=prompt_digest(ids[:-1]),
-            lifetime_s=300,
-            now_s=time.time(),
+            expires_at_s=time.time() + 300,
         )
         params = {"kv_transfer_params": {"prfaas": ticket.seal(self._key)}}
         began_s = time.perf_counter()

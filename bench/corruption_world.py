@@ -201,15 +201,14 @@ def random_prompt(rng: random.Random, groups: tuple[EngineGroup, ...], *, load_a
     def tables() -> Tables:
         return {g.index: rng.sample(range(1, NUM_BLOCKS), g.end_block(num_tokens)) for g in groups}
 
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=num_tokens,
         skip_tokens=skip,
         prompt_digest=bytes(16),
-        lifetime_s=600,
-        now_s=time.time(),
+        expires_at_s=time.time() + 600,
     )
     return Prompt(ticket, local, tuple(sorted(ends)), tables(), tables())
 

@@ -157,15 +157,14 @@ def produce(host: str, consumer: str, load: str) -> None:
             time.sleep(0.005)
             continue
         made_bytes += TRANSFER_BYTES
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="p",
             consumer="c",
             num_tokens=TRANSFER_BYTES,
             skip_tokens=0,
             prompt_digest=prompt_digest([]),
-            lifetime_s=600,
-            now_s=time.time(),
+            expires_at_s=time.time() + 600,
         )
         transfer = sender.open(ticket, ticket.seal(KEY), [TRANSFER_BYTES])
         transfer.put(0, 0, BytesSource(content))

@@ -106,15 +106,14 @@ def move(
         RuntimeError: it was not loaded.
         TimeoutError: it took too long.
     """
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=num_tokens,
         skip_tokens=0,
         prompt_digest=bytes(16),
-        lifetime_s=WAIT_S,
-        now_s=time.time(),
+        expires_at_s=time.time() + WAIT_S,
     )
     group = east[0][0].group
     began_s, sealed, sent = time.process_time(), ticket.seal(KEY), 0

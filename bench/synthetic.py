@@ -173,15 +173,14 @@ class Bench:
             ids = self._prompt(num_tokens, number)
             source = self._prefills[number % len(self._prefills)]
             target = self._decodes[number % len(self._decodes)]
-            ticket = Ticket.issue(
+            ticket = Ticket(
                 transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
                 producer=source.name,
                 consumer=target.name,
                 num_tokens=len(ids) - 1,
                 skip_tokens=0,
                 prompt_digest=prompt_digest(ids[:-1]),
-                lifetime_s=60,
-                now_s=time.time(),
+                expires_at_s=time.time() + 60,
             )
             params = {"kv_transfer_params": {"prfaas": ticket.seal(self._key)}}
             arrival = asyncio.create_task(self._observer(target).wait(ticket.transfer_id, 60))

@@ -133,15 +133,14 @@ def send(job: Job) -> None:
         time.sleep(0.005)
     say({"congestion": sender.stats()["peers"]["c/0"]["congestion"]})
     for _ in sys.stdin:
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="p/0",
             consumer="c/0",
             num_tokens=job.nbytes // 1024,
             skip_tokens=0,
             prompt_digest=prompt_digest([]),
-            lifetime_s=600,
-            now_s=time.time(),
+            expires_at_s=time.time() + 600,
         )
         began_s = time.perf_counter()
         transfer = sender.open(ticket, ticket.seal(KEY), EvenRegions().region_bytes(ticket.num_tokens, 0))

@@ -77,12 +77,11 @@ FRAMES = {
     "serving/pool/connection.py": "msgspec.msgpack.Decoder recv",
     "serving/transport/protocol/compression.py": "decompress frombuffer unpack_from",
     "serving/transport/protocol/handover.py": "msgspec.msgpack.decode",
-    "serving/transport/io/greeting.py": "recv",
-    "serving/transport/io/sender_connection.py": "recv_into",
-    "serving/transport/io/sibling_staging.py": "msgspec.msgpack.Decoder recv recv_fds unpack",
-    "serving/transport/io/sockets.py": "readexactly recv_into unpack_from",
+    "serving/transport/io/greeting.py": "read readexactly recv",
+    "serving/transport/io/observer.py": "readexactly",
+    "serving/transport/io/sibling_staging.py": "msgspec.msgpack.Decoder recv_fds unpack",
+    "serving/transport/io/sockets.py": "recv_into unpack_from",
     "serving/transport/protocol/ticket.py": "msgspec.msgpack.decode",
-    "serving/transport/io/tls_stream.py": "read readexactly",
     "serving/transport/protocol/wire.py": "msgspec.json.Decoder unpack_from",
 }
 # Over HTTP: bodies are bounded by `BodyReader` and aiohttp's `client_max_size`, answers by `HttpPool` and
@@ -127,7 +126,8 @@ _DECODERS = re.compile(
     r"|mmap\.mmap|(np|numpy|torch)\.load|ast\.literal_eval|eval|exec|msgspec\.\w+\.(decode|Decoder)"
 )
 _ALWAYS = {"readexactly", "readuntil", "recv", "recv_into", "recvfrom", "recvmsg", "recv_fds"}
-_ALWAYS |= {"unpack", "unpack_from", "iter_unpack", "frombuffer", "fromfile", "fromstring", "memmap", "decompress"}
+_ALWAYS |= {"unpack", "unpack_from", "iter_unpack", "frombuffer", "fromfile", "fromstring"}
+_ALWAYS |= {"memmap", "decompress"}
 _ALWAYS |= {"readany", "iter_any", "iter_chunked", "iter_chunks"}
 # With a length they are bounded. `json` and `text` are aiohttp's: awaited, of all that comes.
 _WHOLE = {"read", "readline", "readlines", "read_text", "read_bytes"}

@@ -101,15 +101,14 @@ def _interrupted(
         time.sleep(0.01)
     before = laboratory.counters(FAR, HOME)
     nbytes = TRANSFER_BYTES // REGIONS
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="p/0",
         consumer="c/0",
         num_tokens=nbytes,
         skip_tokens=0,
         prompt_digest=prompt_digest([]),
-        lifetime_s=120,
-        now_s=time.time(),
+        expires_at_s=time.time() + 120,
     )
     content = [random.Random(region).randbytes(nbytes) for region in range(REGIONS)]
     began_s = time.monotonic()

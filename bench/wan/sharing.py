@@ -32,10 +32,10 @@ from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.io.receiver import Receiver
 from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.shared_queue import SentTransfer
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
 from prfaas.serving.transport.protocol.options import Peer, SenderOptions
-from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer
 from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 from wan.laboratory import Laboratory, LineSettings, ending_on_sigterm
 
@@ -146,17 +146,16 @@ class Site:
     def __exit__(self, *_: object) -> None:
         self._ends.close()
 
-    def open(self, name: str) -> OutgoingTransfer:
+    def open(self, name: str) -> SentTransfer:
         """A transfer of 400 MiB from one of the producers."""
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=name,
             consumer="home-0",
             num_tokens=_TRANSFER_BYTES,
             skip_tokens=0,
             prompt_digest=prompt_digest([1]),
-            lifetime_s=600.0,
-            now_s=time.time(),
+            expires_at_s=time.time() + 600.0,
         )
         return self.senders[name].open(ticket, ticket.seal(KEY), [_TRANSFER_BYTES])
 

@@ -7,16 +7,19 @@ vLLM makes the ids of gpt-oss chats with the vocabulary o200k_base, which has to
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import pytest
+from tests.ports import free_ports
 from tests.serving.gateway.prompts.shapes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 from prfaas.serving.engines.tiny import tiny_config
 
 from .asked_shapes import SHAPES, check_ids
 from .shimmed import with_shims
-from .stack import Stack, running, write_deployment
+from .stack import MODEL, Stack, call, running, write_deployment
 
 pytestmark = [
     pytest.mark.engine,
@@ -26,7 +29,11 @@ pytestmark = [
 
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
 
+LONG_TOKENS = 1500
 VOCABULARY = os.environ.get("TIKTOKEN_ENCODINGS_BASE")
+NEEDS_VOCABULARY = pytest.mark.skipif(
+    VOCABULARY is None, reason="TIKTOKEN_ENCODINGS_BASE names no folder with o200k_base.tiktoken"
+)
 
 
 def written(directory: Path, model: dict[str, str], *args: str) -> Path:
@@ -80,12 +87,29 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield from running(written(tmp_path_factory.mktemp("prfaas-gpt-oss"), {"tiny": "gpt-oss"}))
 
 
-@pytest.fixture(scope="module")
-def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("prfaas-harmony")
+def harmony_file(directory: Path) -> Path:
     model = {"path": str(harmony_model(directory / "model"))}
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "openai")
-    path = written(directory, model, *tools, "--load-format", "seeded")
+    return written(directory, model, *tools, "--load-format", "seeded")
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    path = harmony_file(tmp_path_factory.mktemp("prfaas-harmony"))
+    yield from running(path, with_shims("with_seeded_weights"))
+
+
+@pytest.fixture
+def two_decoders(tmp_path: Path) -> Iterator[Stack]:
+    """Both of home prefill and decode; only long prompts are prefilled elsewhere."""
+    path = harmony_file(tmp_path)
+    document = json.loads(path.read_text())
+    document["routing"] = {"policy": "static_threshold", "threshold_tokens": LONG_TOKENS}
+    instances = document["clusters"][1]["instances"]
+    http_port, kv_port = free_ports(2)
+    instances[0]["roles"] = ["prefill", "decode"]
+    instances.append({**instances[0], "name": "home-decode-1", "http_port": http_port, "kv_port": kv_port})
+    path.write_text(json.dumps(document))
     yield from running(path, with_shims("with_seeded_weights"))
 
 
@@ -98,9 +122,45 @@ def test_ids_are_those_of_gpt_oss(gpt_oss: Stack) -> None:
     assert check_ids(gpt_oss, COMPLETIONS) == sum(at == COMPLETIONS for at, _ in SHAPES.values())
 
 
-@pytest.mark.skipif(
-    VOCABULARY is None, reason="TIKTOKEN_ENCODINGS_BASE names no folder with o200k_base.tiktoken"
-)
+@NEEDS_VOCABULARY
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES, MESSAGES])
 def test_ids_are_those_of_gpt_oss_with_its_vocabulary(harmony: Stack, path: str) -> None:
     assert check_ids(harmony, path) == sum(at == path for at, _ in SHAPES.values())
+
+
+@NEEDS_VOCABULARY
+def test_turns_of_gpt_oss_find_what_was_said_before(two_decoders: Stack) -> None:
+    """Eight conversations of five turns, four requests at a time."""
+    rng = Random(1)
+    said: list[list[dict[str, str]]] = [
+        [{"role": "system", "content": text_of(rng, 40, f"You are {n}.")}] for n in range(8)
+    ]
+    before, hits, earlier = [0] * 8, 0, 0
+
+    def ask(messages: list[dict[str, str]]) -> tuple[int, dict[str, str]]:
+        body = {"model": MODEL, "messages": messages, "max_tokens": 8}
+        answer = call(two_decoders.url("gateway", CHAT), body)
+        return answer.body["usage"]["prompt_tokens"], answer.route
+
+    for turn in range(5):
+        for messages in said:
+            messages.append({"role": "user", "content": text_of(rng, rng.choice((150, 300, 300, 2200)))})
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(ask, said))
+        for n, (tokens, route) in enumerate(answers):
+            uncached = int(route["uncached"])
+            assert route["route"] == ("offload" if uncached > LONG_TOKENS else "local"), route
+            hits += (tokens - uncached) if turn else 0
+            earlier += before[n]
+            before[n] = tokens
+            said[n].append({"role": "assistant", "content": text_of(rng, 40)})
+    names = [each.name for each in two_decoders.deployment.instances]
+    found = sum(two_decoders.metric(name, "vllm:prefix_cache_hits_total") for name in names)
+    assert hits / earlier >= 0.92 and found >= hits, (hits, earlier, found)
+    two_decoders.wait_clean()
+
+
+def text_of(rng: Random, words: int, begin: str = "") -> str:
+    return " ".join(
+        [begin, *(rng.choice(("red", "castle", "seven", "under", "table", "stone")) for _ in range(words))]
+    )

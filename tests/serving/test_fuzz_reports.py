@@ -31,15 +31,14 @@ EXPOSITION = "".join(
     )
 ).encode()
 KEY = bytes(32)
-TICKET = Ticket.issue(
+TICKET = Ticket(
     transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
     producer="far-0",
     consumer="home-0",
     num_tokens=9,
     skip_tokens=1,
     prompt_digest=bytes(16),
-    lifetime_s=60,
-    now_s=0.0,
+    expires_at_s=60,
 )
 ANSWERS = [
     json.dumps(answer).encode()

@@ -17,10 +17,11 @@ import pytest
 from prfaas.serving.transport.io.observer import Observer
 from prfaas.serving.transport.io.receiver import Receiver
 from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.shared_queue import SentTransfer
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
 from prfaas.serving.transport.protocol.options import Peer, SenderOptions
-from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.protocol.outgoing import SendPhase
 from prfaas.serving.transport.protocol.peer_list import PeerList
 from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 from prfaas.serving.transport.protocol.wire import TransferPhase
@@ -52,21 +53,20 @@ class Ends:
     sender: Sender
     receiver: Receiver
 
-    def open(self, nbytes: int) -> tuple[Ticket, OutgoingTransfer, list[bytes]]:
-        ticket = Ticket.issue(
+    def open(self, nbytes: int) -> tuple[Ticket, SentTransfer, list[bytes]]:
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="p/0",
             consumer="c/0",
             num_tokens=nbytes,
             skip_tokens=0,
             prompt_digest=prompt_digest([]),
-            lifetime_s=60,
-            now_s=time.time(),
+            expires_at_s=time.time() + 60,
         )
         content = [random.Random(region).randbytes(nbytes) for region in range(REGIONS)]
         return ticket, self.sender.open(ticket, ticket.seal(KEY), [nbytes] * REGIONS), content
 
-    def send(self, nbytes: int, during: Callable[[OutgoingTransfer], None] = lambda _: None) -> float:
+    def send(self, nbytes: int, during: Callable[[SentTransfer], None] = lambda _: None) -> float:
         """One transfer, compared byte by byte; `during` is called when its bytes are queued. How long it took."""
         begun_s = time.monotonic()
         ticket, transfer, content = self.open(nbytes)
@@ -141,7 +141,7 @@ def make_ends(make_laboratory: MakeLaboratory) -> Iterator[Callable[..., Ends]]:
         context.__exit__(None, None, None)
 
 
-def put(transfer: OutgoingTransfer, content: Sequence[bytes], first: int = 0) -> None:
+def put(transfer: SentTransfer, content: Sequence[bytes], first: int = 0) -> None:
     for region in range(first, REGIONS):
         transfer.put(region, 0, BytesSource(content[region]))
 
@@ -244,7 +244,7 @@ def test_killed_connections_cost_time(make_ends: Callable[..., Ends], count: int
     between = ends.laboratory.counters("far", "home").carried_bytes
     requeued = ends.counters()["requeued_chunks"]
 
-    def kill(transfer: OutgoingTransfer) -> None:
+    def kill(transfer: SentTransfer) -> None:
         await_true(lambda: transfer.acked_bytes > transfer.total_bytes // 3)
         ends.laboratory.kill_connections(count)
 
@@ -321,7 +321,7 @@ def test_a_transfer_arrives_exactly_when_connections_are_killed(
 ) -> None:
     ends = make_ends(100e6, paced=False, rtt_s=0.010)
 
-    def kill(_: OutgoingTransfer) -> None:
+    def kill(_: SentTransfer) -> None:
         await_true(lambda: ends.laboratory.counters("far", "home").carried_bytes >= 1 << 20, 60)
         assert ends.laboratory.kill_connections(killed, PORT) == killed
 

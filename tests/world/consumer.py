@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import TransferLimits
 from prfaas.serving.transport.protocol.handshake import ROLE_PRODUCER, PeerIdentity
-from prfaas.serving.transport.protocol.incoming import ChunkPlace, IncomingTransfer, ProducerSession
+from prfaas.serving.transport.protocol.incoming import (
+    ChunkPlace,
+    IncomingTransfer,
+    ProducerFrame,
+    ProducerSession,
+)
 from prfaas.serving.transport.protocol.liveness import (
     HEARTBEAT_BYTES,
     LONGEST_LOOK_S,
@@ -176,7 +181,15 @@ class Accepted:
             self._find_place(header)
         elif header.kind in _TRANSFER_FRAMES:
             body = parse_control(header, frame[HEADER_BYTES:])
-            table.take_frame(self.session, self, header, body, now_s=now_s, unix_s=world.unix_s)
+            came = ProducerFrame(
+                session=self.session,
+                connection=self,
+                header=header,
+                body=body,
+                now_s=now_s,
+                unix_s=world.unix_s,
+            )
+            table.take_frame(came)
             world.check(header.transfer_id)
         elif header.kind is FrameType.PING:
             self.post(pong(header))
@@ -223,8 +236,8 @@ class Accepted:
             return
         to_client, to_server = self._connection.to_client, self._connection.to_server
         info = kernel_counters(to_client.arrived_bytes, to_server.arrived_bytes, to_client.in_flight)
-        found = self.liveness.look(info, now_s, elapsed_s, LIMITS, inside_frame=inside_frame)
-        if self.liveness.received_bytes > HEARTBEAT_BYTES:
+        found = self.liveness.check(info, now_s, elapsed_s, LIMITS, inside_frame=inside_frame)
+        if self.liveness.new_bytes > HEARTBEAT_BYTES:
             self.session.progressed_at_s = now_s
         if isinstance(found, str):
             self._trouble = found
@@ -389,7 +402,7 @@ class Consumer(Process):
 
     def _read(self, transfer_id: bytes) -> None:
         """Read while it arrives, by the engine or by a sibling's process."""
-        transfer = self.table.arriving(transfer_id)
+        transfer = self.table.live(transfer_id)
         if transfer is None or transfer.lease is None:
             return
         lease = transfer.lend(lambda: None)

@@ -315,7 +315,7 @@ class Producer(Process):
         self.wake()
         self.world.check()
 
-    # Through OutgoingTransfer: `TransferQueue`
+    # The engine
 
     def put(
         self, transfer: OutgoingTransfer, region: int, offset: int, source: ChunkSource, *, urgent: bool
@@ -328,7 +328,7 @@ class Producer(Process):
         self.wake()
 
     def abort(self, transfer: OutgoingTransfer, reason: str) -> None:
-        self.queue.abort(transfer, reason, self.events.now_s)
+        self.queue.fail(transfer, reason, self.events.now_s)
         self.wake()
 
     def prefill(self, transfer: OutgoingTransfer, content: list[bytes], done: Callable[[], None]) -> None:

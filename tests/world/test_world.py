@@ -3,6 +3,7 @@
 import pytest
 
 from prfaas.serving.transport.protocol.handshake import ROLE_PRODUCER, PeerIdentity
+from prfaas.serving.transport.protocol.incoming import ProducerFrame
 from prfaas.serving.transport.protocol.ticket import Ticket
 from prfaas.serving.transport.protocol.transfer_table import TransferTable
 from prfaas.serving.transport.protocol.wire import HEADER_BYTES, FrameType, Header, unpack_header
@@ -97,25 +98,26 @@ class Table:
 
     def open(self, number: int, tokens: int, now_s: float, producer: str = "p/0") -> list[FrameType]:
         """What it answers to an OPEN of the producer `p`'s ticket, as somebody sends it."""
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=number.to_bytes(16),
             producer="p",
             consumer="c",
             num_tokens=tokens,
             skip_tokens=0,
             prompt_digest=bytes(16),
-            lifetime_s=60.0,
-            now_s=0.0,
+            expires_at_s=60.0,
         )
         heard = Heard()
         session = self.table.connected(PeerIdentity(producer, ROLE_PRODUCER, "s"), heard)
         self.table.take_frame(
-            session,
-            heard,
-            Header(FrameType.OPEN, ticket.transfer_id, 0, 0, 0, 0),
-            {"ticket": ticket.seal(KEY), "regions": [tokens]},
-            now_s=now_s,
-            unix_s=1.0,
+            ProducerFrame(
+                session=session,
+                connection=heard,
+                header=Header(FrameType.OPEN, ticket.transfer_id, 0, 0, 0, 0),
+                body={"ticket": ticket.seal(KEY), "regions": [tokens]},
+                now_s=now_s,
+                unix_s=1.0,
+            )
         )
         return heard.kinds
 

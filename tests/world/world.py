@@ -139,15 +139,14 @@ class World:
         # The last ones have the time that is left, however slow the link is.
         tokens = rng.randint(1, min(self._max_tokens, 60) if is_last else self._max_tokens)
         attributes = TransferAttributes(service=TransferClass(background=rng.random() < 0.1))
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=self._ids.to_bytes(16),
             producer=producer.name.partition("/")[0],
             consumer="c",
             num_tokens=tokens,
             skip_tokens=0,
             prompt_digest=bytes(16),
-            lifetime_s=30.0,
-            now_s=self.unix_s,
+            expires_at_s=self.unix_s + 30.0,
             attributes=attributes,
         )
         sealed = ticket.seal(KEY)
@@ -182,7 +181,8 @@ class World:
         is_last: bool = False,
     ) -> OutgoingTransfer:
         now_s = self.events.now_s
-        transfer = producer.queue.open(transfer_id, offer, service, owner, engine=producer, now_s=now_s)
+        transfer = OutgoingTransfer(transfer_id, offer, service, owner)
+        producer.queue.open(transfer, now_s)
         producer.transfers.append(transfer)
         content = [self.rng.randbytes(size) for size in offer.regions]
         self.sent[transfer_id] = Sent(producer, transfer, content, now_s, offer.ticket, is_last)

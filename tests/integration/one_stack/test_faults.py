@@ -127,15 +127,14 @@ def requests_ended(stack: Stack, outcome: str) -> float:
 
 def ticket_for(ids: list[int], salt: str = "") -> Ticket:
     """A well-made ticket of a transfer that never happens."""
-    return Ticket.issue(
+    return Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east-prefill-0",
         consumer="home-decode-0",
         num_tokens=len(ids) - 1,
         skip_tokens=0,
         prompt_digest=prompt_digest(ids[:-1], salt),
-        lifetime_s=60,
-        now_s=time.time(),
+        expires_at_s=time.time() + 60,
     )
 
 

@@ -59,9 +59,8 @@ def live_ends(prefills: list[Prefill]) -> tuple[list[int], list[float]]:
         for i, prefill in enumerate(prefills):
             if tick == prefill.start:
                 # A number of its own for each: those opened at the same moment leave in the order of `prefills`.
-                transfers[i] = OutgoingTransfer(
-                    None, bytes([i]), Offer("", (prefill.total,)), tick / BYTES_PER_S, number=i
-                )
+                transfers[i] = OutgoingTransfer(bytes([i]), Offer("", (prefill.total,)))
+                transfers[i].begin(tick / BYTES_PER_S, i)
                 transfers[i].phase = SendPhase.SENDING
             if i not in transfers:
                 continue

@@ -347,12 +347,16 @@ def test_who_answers_at_once_with_nothing_to_go_on_from_is_asked_less_and_less(
             if asked > 12:
                 await asyncio.Event().wait()
             session = str(asked) if kind == "another session" else "s"
-            batches = [] if kind == "nothing" else [b"\xc1" if kind == "unreadable" else encode_events([])] * 500
+            batches = (
+                [] if kind == "nothing" else [b"\xc1" if kind == "unreadable" else encode_events([])] * 500
+            )
             return {"session": session, "first": order.first, "batches": batches, "reason": "gap"}
 
     async def main() -> EventFeed:
         port: Any = Port()
-        feed = EventFeed(["evil"], lambda _: port, apply=lambda *_: None, drop=lambda _, why: drops.append(why))
+        feed = EventFeed(
+            ["evil"], lambda _: port, apply=lambda *_: None, drop=lambda _, why: drops.append(why)
+        )
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "sleep", noted_sleep)
             task = asyncio.create_task(feed.run())

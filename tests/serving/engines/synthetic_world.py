@@ -185,15 +185,14 @@ class World:
         salt: str = "",
         adapter: str = "",
     ) -> Ticket:
-        return Ticket.issue(
+        return Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=producer,
             consumer=consumer,
             num_tokens=len(ids),
             skip_tokens=skip_tokens,
             prompt_digest=prompt_digest(ids, salt, adapter),
-            lifetime_s=60,
-            now_s=time.time(),
+            expires_at_s=time.time() + 60,
         )
 
     async def arrival(self, ticket: Ticket) -> TransferStatus:

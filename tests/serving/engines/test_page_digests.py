@@ -195,15 +195,14 @@ def test_what_was_digested_passes_and_nothing_else(
 
 
 A_TICKET = replace(
-    Ticket.issue(
+    Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=1,
         skip_tokens=0,
         prompt_digest=bytes(16),
-        lifetime_s=60.0,
-        now_s=0.0,
+        expires_at_s=60.0,
     ),
     transfer_id=ID,
 )

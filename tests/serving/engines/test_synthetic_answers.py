@@ -12,8 +12,8 @@ from synthetic_world import MODEL, random_ids, running, write_deployment
 
 from prfaas.core.deployment import Deployment
 from prfaas.serving.engines.synthetic.content import PageSource
+from prfaas.serving.transport.io.shared_queue import SentTransfer
 from prfaas.serving.transport.protocol.chunk_source import ChunkSource
-from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer
 
 MODELS = ("qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3")
 
@@ -187,10 +187,10 @@ def test_one_wrong_byte_is_seen_and_costs_a_prefill(
 
 
 def test_layers_that_change_places_are_seen(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = OutgoingTransfer.put
+    put = SentTransfer.put
 
     def swapped(
-        self: OutgoingTransfer, region: int, offset: int, source: ChunkSource, *, urgent: bool = False
+        self: SentTransfer, region: int, offset: int, source: ChunkSource, *, urgent: bool = False
     ) -> None:
         put(self, {0: 1, 1: 0}.get(region, region), offset, source, urgent=urgent)
 
@@ -198,7 +198,7 @@ def test_layers_that_change_places_are_seen(deployment: Deployment, monkeypatch:
         ids = random_ids(1200, 5)
         async with running(deployment) as world:
             local = (await world.complete("other-0", ids)).ids
-            monkeypatch.setattr(OutgoingTransfer, "put", swapped)
+            monkeypatch.setattr(SentTransfer, "put", swapped)
             sealed, _ = await world.move(world.ticket("far-0", "home-0", ids[:-1]), ids[:-1])
             monkeypatch.undo()
             answer = await world.complete("home-0", ids, sealed)

@@ -164,15 +164,14 @@ def test_layers_leave_with_the_chunk_that_computes_them_and_states_with_the_last
 ) -> None:
     layout = layout_of(model)
     chain = TokenChain(list(range(num_tokens)), layout.block_tokens)
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="p",
         consumer="c",
         num_tokens=num_tokens,
         skip_tokens=0,
         prompt_digest=bytes(16),
-        lifetime_s=9,
-        now_s=0,
+        expires_at_s=9,
     )
     recorder: Any = Recorder()
     digests = DigestSource(layout.digest_plan(digested=False).of_transfer(bytes(16), num_tokens, 0))

@@ -75,7 +75,8 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
 def _text(content: Any, joint: str = "\n") -> str:
     if isinstance(content, str):
         return content
-    texts = (part["text"] for part in content)
+    # A call has none, and a tool's result stands elsewhere.
+    texts = (part.get("text") or str(part.get("content", "")) for part in content)
     return joint.join(t for t in texts if t and not t.startswith("x-anthropic-billing-header"))
 
 

@@ -194,12 +194,11 @@ class Pools:
             "num_tokens": len(tokens),
             "skip_tokens": 0,
             "prompt_digest": prompt_digest(tokens, "salt", "adapter"),
-            "lifetime_s": 30.0,
-            "now_s": time.time(),
+            "expires_at_s": time.time() + 30.0,
             "attributes": TransferAttributes(service=TransferClass(b"otherone", 1, background=True)),
             **changes,
         }
-        return Ticket.issue(transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES), **values)
+        return Ticket(transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES), **values)
 
     async def copy(
         self, source: str, target: str, tokens: Sequence[int], ticket: Ticket | None = None

@@ -521,9 +521,7 @@ def test_a_tool_brings_no_geometry(tmp_path: Path) -> None:
             assert first_match(client).usable_tokens == 256
 
 
-def test_connections_without_end_keep_no_engine_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_without_end_keep_no_engine_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_daemon, "_MOST_CONNECTIONS", 4)
     options = pool_options(tmp_path)
     tool = msgspec.msgpack.encode(["open", PROTOCOL_VERSION, "tool", 0, bytes(8), None])

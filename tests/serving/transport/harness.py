@@ -3,6 +3,7 @@
 import os
 import random
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +15,13 @@ from prfaas.core.deployment import TransferLimits
 from prfaas.serving.transport.io.greeting import ServerHandshake
 from prfaas.serving.transport.io.receiver import Receiver
 from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.shared_queue import SentTransfer
+from prfaas.serving.transport.io.sockets import receive_exactly
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.io.tls_identity import TlsIdentity
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
 from prfaas.serving.transport.protocol.handshake import ServerHello
 from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer
 from prfaas.serving.transport.protocol.peer_list import PeerList
 from prfaas.serving.transport.protocol.ticket import (
     TRANSFER_ID_BYTES,
@@ -28,7 +30,14 @@ from prfaas.serving.transport.protocol.ticket import (
     TransferClass,
     prompt_digest,
 )
-from prfaas.serving.transport.protocol.wire import TransferPhase, TransferStatus
+from prfaas.serving.transport.protocol.wire import (
+    HEADER_BYTES,
+    Header,
+    TransferPhase,
+    TransferStatus,
+    parse_control,
+    unpack_header,
+)
 
 KEY = bytes(range(32))
 FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}
@@ -91,7 +100,7 @@ class World:
         lifetime_s: float = 60.0,
         sender: Sender | None = None,
         background: bool = False,
-    ) -> tuple[Ticket, OutgoingTransfer, list[bytes]]:
+    ) -> tuple[Ticket, SentTransfer, list[bytes]]:
         """A transfer with regions of 1, 2, 3 … times `unit_bytes`, and its seeded content; nothing is put yet."""
         ticket = make_ticket(unit_bytes, lifetime_s=lifetime_s, background=background)
         sizes = self.layout.region_bytes(unit_bytes, 0)
@@ -100,9 +109,7 @@ class World:
         content = [rng.randbytes(size) for size in sizes]
         return ticket, (sender or self.sender).open(ticket, ticket.seal(KEY), sizes), content
 
-    def send(
-        self, unit_bytes: int, *, background: bool = False
-    ) -> tuple[Ticket, OutgoingTransfer, list[bytes]]:
+    def send(self, unit_bytes: int, *, background: bool = False) -> tuple[Ticket, SentTransfer, list[bytes]]:
         """Open, put all regions whole, end."""
         ticket, transfer, content = self.open(unit_bytes, background=background)
         for region, data in enumerate(content):
@@ -183,15 +190,14 @@ def make_ticket(
     consumer: str = "c",
     background: bool = False,
 ) -> Ticket:
-    return Ticket.issue(
+    return Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer=producer,
         consumer=consumer,
         num_tokens=unit_bytes,
         skip_tokens=0,
         prompt_digest=prompt_digest([1, 2, 3]),
-        lifetime_s=lifetime_s,
-        now_s=time.time(),
+        expires_at_s=time.time() + lifetime_s,
         attributes=TransferAttributes(service=TransferClass(background=background)),
     )
 
@@ -254,6 +260,16 @@ def make_sender(
     return sender
 
 
+def receive_control(sock: socket.socket) -> tuple[Header, dict[str, Any]]:
+    """The next control frame of a plain connection."""
+    raw = bytearray(HEADER_BYTES)
+    receive_exactly(sock, memoryview(raw))
+    header = unpack_header(raw)
+    payload = bytearray(header.length_bytes)
+    receive_exactly(sock, memoryview(payload))
+    return header, parse_control(header, payload)
+
+
 def server_handshake(name: str, tls: TlsIdentity | None = None) -> ServerHandshake:
     """For a consumer that is played frame by frame."""
     hello = ServerHello(key=KEY, name=name, session=secrets.token_hex(8), fingerprint=FINGERPRINT)
@@ -272,7 +288,7 @@ def await_true(check: Callable[[], bool], timeout_s: float, what: Callable[[], s
         time.sleep(0.002)
 
 
-def await_over(transfer: OutgoingTransfer, timeout_s: float = PATIENCE_S) -> None:
+def await_over(transfer: SentTransfer, timeout_s: float = PATIENCE_S) -> None:
     assert transfer.await_quiescent(timeout_s), (transfer.phase, transfer.acked_bytes, transfer.total_bytes)
 
 

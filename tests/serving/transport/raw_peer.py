@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from prfaas.serving.transport.io.greeting import greet
-from prfaas.serving.transport.io.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.io.sockets import ConnectionEnded
 from prfaas.serving.transport.protocol.handshake import NONCE_BYTES, ROLE_PRODUCER, ClientHello
 from prfaas.serving.transport.protocol.ticket import Ticket
 from prfaas.serving.transport.protocol.wire import FrameType, Header, checksum, pack_control, pack_header
 
-from .harness import FINGERPRINT, KEY, World
+from .harness import FINGERPRINT, KEY, World, receive_control
 
 
 class RawProducer:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import pytest
 
 from prfaas.core.link.send_order import order_of_checkpoint, order_of_ended, order_of_open
+from prfaas.serving.transport.io.shared_queue import SentTransfer
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
 from prfaas.serving.transport.protocol.offer import Offer
-from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer
 from prfaas.serving.transport.protocol.ticket import Ticket, checkpoint_id, part_id
 from prfaas.serving.transport.protocol.wire import TransferPhase
 
@@ -53,19 +53,17 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def receiving(world: World) -> tuple[Ticket, OutgoingTransfer, list[bytes]]:
+def receiving(world: World) -> tuple[Ticket, SentTransfer, list[bytes]]:
     ticket, transfer, content = world.open(UNIT)
     world.await_phase(ticket, TransferPhase.RECEIVING)
     return ticket, transfer, content
 
 
-def opened(
-    world: World, transfer: OutgoingTransfer, tokens: int, sizes: Sequence[int] = (100,)
-) -> OutgoingTransfer:
+def opened(world: World, transfer: SentTransfer, tokens: int, sizes: Sequence[int] = (100,)) -> SentTransfer:
     return world.sender.open_checkpoint(transfer, tokens, sizes, "c/0")
 
 
-def sent(world: World, transfer: OutgoingTransfer, tokens: int) -> OutgoingTransfer:
+def sent(world: World, transfer: SentTransfer, tokens: int) -> SentTransfer:
     """A checkpoint that was sent, and has come or was refused."""
     checkpoint = opened(world, transfer, tokens)
     checkpoint.put(0, 0, BytesSource(tokens.to_bytes(100)))
@@ -115,8 +113,8 @@ def test_one_of_a_transfer_that_is_over_is_refused(world: World) -> None:
 
 def test_an_id_that_is_not_of_the_ticket_is_refused(world: World) -> None:
     ticket, transfer, _ = receiving(world)
-    queue = world.sender._queues["c/0"]
-    other = queue.open(checkpoint_id(ticket.transfer_id, 10), Offer(ticket.seal(KEY), (100,), checkpoint=20))
+    offer = Offer(ticket.seal(KEY), (100,), checkpoint=20)
+    other = world.sender._open("c/0", checkpoint_id(ticket.transfer_id, 10), offer, transfer.service)
     await_over(other)
     assert "ticket belongs to another transfer" in other.reason
     transfer.abort("done")

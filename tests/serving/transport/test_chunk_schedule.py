@@ -23,9 +23,8 @@ class _Bench:
     def open(self, tenant: int = 0, weight: int = 1, *, background: bool = False) -> OutgoingTransfer:
         self.numbers += 1
         service = TransferClass(bytes([tenant] * 8), weight, background)
-        transfer = OutgoingTransfer(
-            None, self.numbers.to_bytes(16, "big"), Offer("", (1 << 20,)), 0.0, service, self.numbers
-        )
+        transfer = OutgoingTransfer(self.numbers.to_bytes(16, "big"), Offer("", (1 << 20,)), service)
+        transfer.begin(0.0, self.numbers)
         transfer.phase = SendPhase.SENDING
         return transfer
 
@@ -195,9 +194,8 @@ def test_tenants_that_have_left_are_forgotten() -> None:
     bench.put(steady, 1 << 19)
     for number in range(2000):
         service = TransferClass(number.to_bytes(8, "big"))
-        transfer = OutgoingTransfer(
-            None, number.to_bytes(16, "big"), Offer("", (CHUNK,)), 0.0, service, 10_000 + number
-        )
+        transfer = OutgoingTransfer(number.to_bytes(16, "big"), Offer("", (CHUNK,)), service)
+        transfer.begin(0.0, 10_000 + number)
         transfer.phase = SendPhase.SENDING
         bench.put(transfer, CHUNK)
         bench.take()

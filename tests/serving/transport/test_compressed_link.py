@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prfaas.serving.transport.io.shared_queue import SentTransfer
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
-from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.protocol.outgoing import SendPhase
 from prfaas.serving.transport.protocol.wire import TransferPhase
 
 from .authority import Authority
@@ -23,7 +24,7 @@ def numbers(nbytes: int, seed: int) -> bytes:
     return (floats.view(np.uint32) >> 16).astype(np.uint16).tobytes()[:nbytes]
 
 
-def send_numbers(world: World, unit_bytes: int) -> tuple[Any, OutgoingTransfer, list[bytes]]:
+def send_numbers(world: World, unit_bytes: int) -> tuple[Any, SentTransfer, list[bytes]]:
     """Regions of bf16, of an odd length, and of random bytes in turns."""
     ticket, transfer, content = world.open(unit_bytes)
     for region, data in enumerate(content):

@@ -7,7 +7,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +17,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.io.greeting import greet
+from prfaas.serving.transport.io.greeting import TlsState, converse, greet
 from prfaas.serving.transport.io.observer import Observer
 from prfaas.serving.transport.io.sockets import receive_exactly
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.io.tls_identity import TlsIdentity
-from prfaas.serving.transport.io.tls_stream import TlsStream
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
 from prfaas.serving.transport.protocol.handshake import (
     NONCE_BYTES,
@@ -285,12 +284,17 @@ def test_the_reason_of_a_refusal_arrives_though_the_client_has_said_more(
     world = make_world(connections=1, **identities(authority))
     expired = authority.identity("p", file="old", expired=True)
     with socket.create_connection(("127.0.0.1", world.receiver.port), timeout=20) as sock:
-        stream = TlsStream(sock, expired.client_context(), server_side=False, deadline_s=None)
+        tls = TlsState(expired.client_context(), server_side=False)
+        converse(sock, tls.shake_hands(), None)
         for _ in range(20):
-            stream.sendall(bytes(1000))
+            sock.sendall(tls.encrypted(bytes(1000)))
             time.sleep(0.01)
+
+        def one_byte() -> Generator[tuple[bytes, int], bytes | bytearray, None]:
+            yield b"", 1
+
         with pytest.raises(ssl.SSLError, match="CERTIFICATE_EXPIRED"):
-            stream.recv_into(memoryview(bytearray(1)))
+            converse(sock, tls.inside(one_byte()), None)
 
 
 def test_each_connection_has_its_own_secret(make_world: MakeWorld, authority: Authority) -> None:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.io.sockets import receive_control
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
 from prfaas.serving.transport.protocol.outgoing import SendPhase
@@ -30,6 +29,7 @@ from .harness import (
     make_receiver,
     make_sender,
     make_ticket,
+    receive_control,
     server_handshake,
     with_options,
 )
@@ -188,7 +188,7 @@ def test_consumer_restarted_within_the_grace_fails_the_transfer(make_world: Make
     await_true(transfer.idle, 5.0, lambda: "idle")
     port = world.receiver.port
     # As if killed: no ABORT comes.
-    world.receiver.transfers.close = lambda: None  # type: ignore[method-assign]
+    world.receiver.transfers.table.close = lambda _now_s: None  # type: ignore[method-assign]
     world.receiver.close()
     world.arena = StagingArena(16 << 20)
     world.receiver = make_receiver(world.arena, layout=world.layout, port=port)

@@ -23,12 +23,11 @@ PARAMS = {"do_remote_prefill": True, "remote_host": "h", "remote_block_ids": [[1
 
 def ticket() -> str:
     fields: dict[str, Any] = {"producer": "p", "consumer": "c", "num_tokens": 9, "skip_tokens": 0}
-    return Ticket.issue(
+    return Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         **fields,
         prompt_digest=bytes(16),
-        lifetime_s=60,
-        now_s=0.0,
+        expires_at_s=60,
     ).seal(KEY)
 
 

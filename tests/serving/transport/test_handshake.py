@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.serving.transport.harness import await_true
+from tests.serving.transport.harness import await_true, receive_control
 
 from prfaas.core.deployment.field_types import NAME_PATTERN
 from prfaas.serving.transport.io.greeting import ServerHandshake, greet
 from prfaas.serving.transport.io.peer_layouts import PeerLayouts
 from prfaas.serving.transport.io.receiver import Receiver
 from prfaas.serving.transport.io.sender import Sender
-from prfaas.serving.transport.io.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.io.sockets import ConnectionEnded
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.protocol import fingerprint
 from prfaas.serving.transport.protocol.fingerprint import fingerprint_difference
@@ -34,7 +34,7 @@ from prfaas.serving.transport.protocol.handshake import (
     is_peer_name,
 )
 from prfaas.serving.transport.protocol.options import Peer, SenderOptions
-from prfaas.serving.transport.protocol.region_layout import usable_tokens
+from prfaas.serving.transport.protocol.region_layout import resume_points
 from prfaas.serving.transport.protocol.sentences import bounded_sentences, legible
 from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, part_id
 from prfaas.serving.transport.protocol.wire import FrameType, WireError, pack_control
@@ -297,23 +297,22 @@ def test_what_has_come_of_a_broken_transfer_is_that_of_its_part(part: int) -> No
     form = Divisible("")
     form.part, form.parts = part, 2
     theirs = PeerLayouts([32], lambda _told, _peer, _sends: form, form)
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="p",
         consumer="c",
         num_tokens=10,
         skip_tokens=0,
         prompt_digest=bytes(16),
-        lifetime_s=60,
-        now_s=0.0,
+        expires_at_s=60,
     )
     mine, other = (
         replace(ticket, transfer_id=part_id(ticket.transfer_id, each)) for each in (part, 1 - part)
     )
-    assert usable_tokens(theirs, mine, lambda _region, _start: 0) == 0
+    assert resume_points(theirs, mine, lambda _region, _start: 0).tokens == 0
     theirs.begin("p/0", ticket.transfer_id, "", part)
-    assert usable_tokens(theirs, mine, lambda _region, _start: 0) == 7
-    assert usable_tokens(theirs, other, lambda _region, _start: 0) == 0
+    assert resume_points(theirs, mine, lambda _region, _start: 0).tokens == 7
+    assert resume_points(theirs, other, lambda _region, _start: 0).tokens == 0
 
 
 def test_old_transfers_are_forgotten() -> None:

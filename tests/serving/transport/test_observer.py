@@ -17,9 +17,24 @@ from prfaas.serving.transport.protocol.chunk_source import BytesSource
 from prfaas.serving.transport.protocol.handshake import HandshakeError, frames_of
 from prfaas.serving.transport.protocol.outgoing import SendPhase
 from prfaas.serving.transport.protocol.requests import CopyOrder, FollowOrder
-from prfaas.serving.transport.protocol.wire import FrameType, TransferPhase, TransferStatus
+from prfaas.serving.transport.protocol.wire import (
+    MAX_DATA_BYTES,
+    FrameType,
+    TransferPhase,
+    TransferStatus,
+    pack_header,
+)
 
-from .harness import KEY, World, await_over, await_true, make_receiver, make_ticket
+from .harness import (
+    KEY,
+    PATIENCE_S,
+    World,
+    await_over,
+    await_true,
+    make_receiver,
+    make_ticket,
+    server_handshake,
+)
 from .proxy import FaultyProxy
 
 MakeWorld = Callable[..., World]
@@ -310,7 +325,7 @@ def test_a_watcher_that_comes_late_is_told_at_once(world: World) -> None:
         transfer.put(2, 0, BytesSource(content[2]))
         await asyncio.to_thread(world.await_received, ticket, 3000)
         wait = asyncio.create_task(observer.wait(ticket.transfer_id, 60, 60.0, told.append))
-        while not observer.connected:
+        while observer._writer is None:
             await asyncio.sleep(0.01)
         await observer.stats()
         assert [status.soon for status in told] == [True]
@@ -450,3 +465,24 @@ def test_who_is_asked_without_end_costs_no_memory_without_end(
         await observer.close()
 
     asyncio.run(main())
+
+
+def test_a_frame_that_is_not_for_observers_ends_the_connection_before_its_payload() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def consumer() -> bytes:
+            sock, _ = listener.accept()
+            with sock:
+                server_handshake("c/0").welcome(sock, producers=None)
+                sock.sendall(pack_header(FrameType.DATA, length_bytes=MAX_DATA_BYTES))
+                sock.settimeout(PATIENCE_S)
+                return sock.recv(1)
+
+        async def main() -> None:
+            playing = asyncio.create_task(asyncio.to_thread(consumer))
+            observer = Observer("gateway", KEY, "127.0.0.1", listener.getsockname()[1], "c/0")
+            await observer.connect()
+            assert await playing == b""
+            await observer.close()
+
+        asyncio.run(main())

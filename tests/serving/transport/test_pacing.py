@@ -14,7 +14,6 @@ from prfaas.serving.transport.io.sender import Sender
 from prfaas.serving.transport.io.sockets import SO_MAX_PACING_RATE, packet_bytes
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
-from prfaas.serving.transport.protocol.offer import Offer
 from prfaas.serving.transport.protocol.options import Peer
 from prfaas.serving.transport.protocol.pacing import LinkPacer, PaceOrder
 from prfaas.serving.transport.protocol.wire import WireError, body_of, read_body
@@ -267,10 +266,8 @@ def test_two_peers_share_the_link() -> None:
         transfers = []
         for index in range(2):
             ticket = make_ticket(600_000)  # 3.6 MB each: 0.9 s together, 0.45 s each alone
-            queue = sender._queues[f"c{index}"]
-            transfer = queue.open(
-                ticket.transfer_id, Offer(ticket.seal(KEY), (600_000, 1_200_000, 1_800_000))
-            )
+            sizes = (600_000, 1_200_000, 1_800_000)
+            transfer = sender.open(ticket, ticket.seal(KEY), sizes, peer=f"c{index}")
             for region in range(3):
                 transfer.put(region, 0, BytesSource(bytes(600_000 * (region + 1))))
             transfer.end()

@@ -9,7 +9,7 @@ import pytest
 from prfaas.core.deployment import CONTROL, GATEWAY, TOOLS
 from prfaas.core.deployment.security import OBSERVERS
 from prfaas.serving.transport.io.greeting import greet
-from prfaas.serving.transport.io.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.io.sockets import ConnectionEnded
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.protocol.handshake import (
     NONCE_BYTES,
@@ -22,7 +22,16 @@ from prfaas.serving.transport.protocol.pacing import PaceOrder
 from prfaas.serving.transport.protocol.permissions import PERMISSIONS, permitted_frames
 from prfaas.serving.transport.protocol.wire import FrameType, body_of, pack_control, ping
 
-from .harness import FAST_SENDER, FINGERPRINT, KEY, World, await_true, make_receiver, make_sender
+from .harness import (
+    FAST_SENDER,
+    FINGERPRINT,
+    KEY,
+    World,
+    await_true,
+    make_receiver,
+    make_sender,
+    receive_control,
+)
 
 PEERS = [
     ("p/0", ROLE_PRODUCER),

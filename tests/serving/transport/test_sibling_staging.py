@@ -15,10 +15,10 @@ from prfaas.core.deployment import TransferLimits
 from prfaas.serving.transport.io import sibling_staging
 from prfaas.serving.transport.io.receiver import Receiver
 from prfaas.serving.transport.io.sender import Sender
+from prfaas.serving.transport.io.shared_queue import SentTransfer
 from prfaas.serving.transport.io.sibling_staging import Follow, Lent, LentTransfer, SiblingStaging
 from prfaas.serving.transport.io.staging_memory import StagingArena, shared_memory
 from prfaas.serving.transport.protocol.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer
 from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket
 from prfaas.serving.transport.protocol.wire import TransferPhase
 
@@ -43,16 +43,15 @@ class Ranks:
     siblings: list[SiblingStaging]
     sender: Sender
 
-    def open(self, *, lends: bool = True) -> tuple[bytes, OutgoingTransfer]:
-        ticket = Ticket.issue(
+    def open(self, *, lends: bool = True) -> tuple[bytes, SentTransfer]:
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="east",
             consumer="home",
             num_tokens=9,
             skip_tokens=0,
             prompt_digest=bytes(16),
-            lifetime_s=60,
-            now_s=time.time(),
+            expires_at_s=time.time() + 60,
         )
         if lends:
             self.siblings[0].begin(ticket.transfer_id, (1,))
@@ -76,7 +75,7 @@ def content(region: int) -> bytes:
     return bytes((place * 7 + region) % 251 for place in range(SIZES[region]))
 
 
-def put(transfer: OutgoingTransfer, region: int, start: int = 0, end: int | None = None) -> None:
+def put(transfer: SentTransfer, region: int, start: int = 0, end: int | None = None) -> None:
     transfer.put(region, start, Bytes(content(region)[start:end]))
 
 

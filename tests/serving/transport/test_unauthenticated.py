@@ -15,7 +15,7 @@ import pytest
 
 from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport.io.greeting import greet
-from prfaas.serving.transport.io.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.io.sockets import ConnectionEnded
 from prfaas.serving.transport.io.unauthenticated import UnauthenticatedPeers, network_of
 from prfaas.serving.transport.protocol.handshake import (
     NONCE_BYTES,
@@ -38,6 +38,7 @@ from .harness import (
     await_over,
     await_true,
     our_threads,
+    receive_control,
     with_options,
 )
 

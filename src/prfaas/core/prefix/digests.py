@@ -81,7 +81,9 @@ def decode_events(payload: bytes) -> list[HeldEvent]:
         MalformedEventsError: the payload is something else, or longer than `MOST_BATCH_BYTES`.
     """
     if len(payload) > MOST_BATCH_BYTES:
-        raise MalformedEventsError(f"{len(payload)} bytes are no step of an engine: it has {MOST_BATCH_BYTES} at most")
+        raise MalformedEventsError(
+            f"{len(payload)} bytes are no step of an engine: it has {MOST_BATCH_BYTES} at most"
+        )
     try:
         return _DECODER.decode(payload)
     except (ValueError, RecursionError) as error:

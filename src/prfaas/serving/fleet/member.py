@@ -181,7 +181,11 @@ class FleetMember:
             name = key.removeprefix(GATEWAYS)
             if name == key and self._has_room(entry, len(found) < _MOST_KEYS):
                 found[key] = entry
-            elif name != key and _NAME.fullmatch(name) and self._has_room(entry, len(self.members) < _MOST_GATEWAYS):
+            elif (
+                name != key
+                and _NAME.fullmatch(name)
+                and self._has_room(entry, len(self.members) < _MOST_GATEWAYS)
+            ):
                 self.members[name] = entry
         for key in [key for key in self._values if key not in found]:
             self._values.discard(key)

@@ -72,15 +72,14 @@ class PoolCopier:
         if len(token_ids) > MAX_COPIED_TOKENS:
             return CopyResult(0, 0, f"long: at most {MAX_COPIED_TOKENS} tokens can be copied")
         timeout_s = grace_s + self._moving_s(source, target, kv_bytes)
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=source,
             consumer=target,
             num_tokens=len(token_ids),
             skip_tokens=0,
             prompt_digest=prompt_digest(token_ids, salt, adapter),
-            lifetime_s=timeout_s,
-            now_s=time.time(),
+            expires_at_s=time.time() + timeout_s,
             attributes=TransferAttributes(service=service),
         )
         order = CopyOrder.of(ticket.seal(self._key), token_ids, salt, adapter)

@@ -116,7 +116,7 @@ class PrefixCopies:
         self._arrivals = arrivals
         self._asked = asked
         self._sources = sources
-        self._staging_bytes = arrivals.staging_bytes
+        self._staging_bytes = arrivals.table.staging_bytes
         self._slots = {
             False: asyncio.Semaphore(_COPIES_AT_ONCE),
             True: asyncio.Semaphore(_BACKGROUND_AT_ONCE),
@@ -232,16 +232,14 @@ class PrefixCopies:
 
     async def _fetch(self, copy: Ticket, store: PageStore, pages: Sequence[PrefixPage]) -> _Batch:
         """Ask for pages and wait until those that the source has are in staging. Raises CopyFailedError."""
-        now_s = time.time()
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=copy.producer,
             consumer=copy.consumer,
             num_tokens=copy.num_tokens,
             skip_tokens=0,
             prompt_digest=copy.prompt_digest,
-            lifetime_s=copy.expires_at_s - now_s,
-            now_s=now_s,
+            expires_at_s=copy.expires_at_s,
             attributes=TransferAttributes(service=copy.attributes.service),
         )
         order = PullOrder.of(

@@ -318,15 +318,14 @@ class RankedPair:
             truth: what each chunk computes before it is sent; None: nothing.
             checkpoints: by rank, after which chunks it sends one; each comes before the next chunk.
         """
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="east",
             consumer="home",
             num_tokens=num_tokens,
             skip_tokens=skip,
             prompt_digest=bytes(16),
-            lifetime_s=60,
-            now_s=time.time(),
+            expires_at_s=time.time() + 60,
             attributes=TransferAttributes(checkpoint_tokens=16 if checkpoints else 0),
         )
         for memory, producing in zip(self.east, self.producing, strict=True):

@@ -49,7 +49,7 @@ def usable(receiver: object, transfer_id: bytes) -> int:
         return 0
     if transfer.phase is TransferPhase.COMPLETE:
         return int(transfer.ticket.num_tokens)
-    return region_layout.usable_tokens(table._open_check.layout, transfer.ticket, transfer.covered_end)
+    return region_layout.resume_points(table._open_check.layout, transfer.ticket, transfer.covered_end).tokens
 
 
 def arrived(pair: RankedPair, ticket: Ticket, tokens: int) -> None:
@@ -61,7 +61,7 @@ def arrived(pair: RankedPair, ticket: Ticket, tokens: int) -> None:
             step = tokens - tokens % checkpoint_step_tokens(memory.groups)
             until(
                 lambda its=transfer, by=layout, end=step: (
-                    region_layout.usable_tokens(by, its.ticket, its.covered_end, [end]) == end
+                    region_layout.resume_points(by, its.ticket, its.covered_end, [end]).tokens == end
                 )
             )
 
@@ -277,7 +277,9 @@ def usable_with(pair: RankedPair, transfer_id: bytes) -> int:
     table = pair.receivers[0].transfers.table
     transfer = table._transfers[transfer_id]
     layout = table._open_check.layout
-    return region_layout.usable_tokens(layout, transfer.ticket, transfer.covered_end, transfer.checkpoints)
+    return region_layout.resume_points(
+        layout, transfer.ticket, transfer.covered_end, transfer.checkpoints
+    ).tokens
 
 
 def test_where_no_checkpoint_is_there_of_all_parts_nothing_is_kept() -> None:

@@ -56,7 +56,9 @@ def arrived(ends: Ends, ticket: Ticket, usable_tokens: int) -> None:
             covered = ends.receiver.transfers.table._transfers[ticket.transfer_id].covered_end
             arrival.give_back()
             if (
-                region_layout.usable_tokens(ends.receiver.transfers.table._open_check.layout, ticket, covered)
+                region_layout.resume_points(
+                    ends.receiver.transfers.table._open_check.layout, ticket, covered
+                ).tokens
                 >= usable_tokens
             ):
                 return

@@ -140,15 +140,14 @@ def steps(tmp_path: Path) -> Iterator[Steps]:
 @pytest.mark.parametrize("usable_tokens", [0, 256, 640, 992])
 def test_the_rest_is_computed_and_nothing_twice(steps: Steps, usable_tokens: int) -> None:
     tokens = [(31 * index) % 30000 + 10 for index in range(TOKENS + 1)]
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=TOKENS,
         skip_tokens=0,
         prompt_digest=prompt_digest(tokens[:TOKENS]),
-        lifetime_s=600,
-        now_s=time.time(),
+        expires_at_s=time.time() + 600,
     )
     request = steps.add(tokens, ticket.seal(KEY))
     (whole,) = steps.step().loads

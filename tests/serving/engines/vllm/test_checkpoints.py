@@ -26,7 +26,8 @@ from tests.serving.engines.vllm.test_producer_consumer import (
 from prfaas.core.kv.groups import region_bytes
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, TransferMetadata
 from prfaas.serving.engines.vllm.pages import PagedSource
-from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.io.shared_queue import SentTransfer
+from prfaas.serving.transport.protocol.outgoing import SendPhase
 from prfaas.serving.transport.protocol.resume_points import ResumePoints
 from prfaas.serving.transport.protocol.ticket import Ticket, checkpoint_id
 from prfaas.serving.transport.protocol.wire import TransferPhase
@@ -430,16 +431,16 @@ def test_what_leaves_is_what_was_there_when_the_chunk_ended(
 ) -> None:
     prefill = engine(ends)
     put: list[tuple[int, PagedSource]] = []
-    queued = OutgoingTransfer.put
+    queued = SentTransfer.put
 
     def late(
-        transfer: OutgoingTransfer, region: int, offset: int, source: PagedSource, *, urgent: bool = False
+        transfer: SentTransfer, region: int, offset: int, source: PagedSource, *, urgent: bool = False
     ) -> None:
         if transfer.transfer_id == checkpoint_id(prefill.ticket.transfer_id, 80) and region < 4:
             put.append((region, source))
         queued(transfer, region, offset, source, urgent=urgent)
 
-    monkeypatch.setattr(OutgoingTransfer, "put", late)
+    monkeypatch.setattr(SentTransfer, "put", late)
     prefill.run(2)
     for name in (*STATE.layer_names, *WINDOW.layer_names):
         ends.east[name][:] = 0

@@ -69,13 +69,12 @@ class Blocks:
 
 def ticket_for(prompt: list[int], skip: int = 0, every_tokens: int = 0, **names: str) -> str:
     ends = {"producer": "east", "consumer": "home", **names}
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         num_tokens=len(prompt),
         skip_tokens=skip,
         prompt_digest=prompt_digest(prompt),
-        lifetime_s=60,
-        now_s=1000.0,
+        expires_at_s=1000.0 + 60,
         attributes=TransferAttributes(checkpoint_tokens=every_tokens),
         **ends,
     )
@@ -396,15 +395,14 @@ class Adapter:
 def test_kv_of_another_tenant_or_adapter_is_refused(salt: str, adapter: str) -> None:
     prompt = list(range(50))
     digest = prompt_digest(prompt, "a", "b")
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=50,
         skip_tokens=0,
         prompt_digest=digest,
-        lifetime_s=60,
-        now_s=1000.0,
+        expires_at_s=1000.0 + 60,
     )
     matches = (salt, adapter) == ("a", "b")
     params = {"prfaas": ticket.seal(KEY)}
@@ -438,15 +436,14 @@ def test_kv_of_other_media_is_refused(shown: list[Any], is_taken: bool) -> None:
     """The last item begins behind what moves."""
     prompt = list(range(51))
     media = [MediaItem("cat", 5, 10), MediaItem("dog", 20, 10)]
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=50,
         skip_tokens=0,
         prompt_digest=prompt_digest(prompt[:50], media=media),
-        lifetime_s=60,
-        now_s=1000.0,
+        expires_at_s=1000.0 + 60,
     )
     params = {"prfaas": ticket.seal(KEY)}
     producer = ConnectorScheduler("east", KEY, [FULL], now_s=lambda: 1000.0)
@@ -474,14 +471,14 @@ def test_all_but_the_last_token_of_a_prompt_with_media_leaves(cached: int) -> No
     """Even where the engine has all that leaves in its cache, and computes the last token alone."""
     prompt = list(range(49))
     media = [MediaItem("cat", 5, 10)]
-    fields: dict[str, Any] = {"producer": "east", "consumer": "home", "skip_tokens": 0, "lifetime_s": 60}
+    fields: dict[str, Any] = {"producer": "east", "consumer": "home", "skip_tokens": 0}
     digest = prompt_digest(prompt[:48], media=media)
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         **fields,
         num_tokens=48,
         prompt_digest=digest,
-        now_s=1000.0,
+        expires_at_s=1060.0,
     )
     producer = ConnectorScheduler("east", KEY, [FULL], now_s=lambda: 1000.0)
     request = Request("r", prompt, {"prfaas": ticket.seal(KEY)}, mm_features=[image("cat", 5)])

@@ -99,15 +99,14 @@ def worker_of(transfers: Half, pool: PoolHalf | None) -> ConnectorWorker:
 
 
 def load_orders(transfer: Sequence[str] = (), pool: Sequence[str] = ()) -> TransferMetadata:
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=9,
         skip_tokens=0,
         prompt_digest=bytes(16),
-        lifetime_s=9,
-        now_s=0,
+        expires_at_s=9,
     )
     return TransferMetadata(
         loads=[LoadOrder(name, ticket, 0, ()) for name in transfer],

@@ -154,15 +154,14 @@ class Model:
 
 
 def ticket_of(num_tokens: int) -> Ticket:
-    return Ticket.issue(
+    return Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=num_tokens,
         skip_tokens=0,
         prompt_digest=bytes(16),
-        lifetime_s=60,
-        now_s=0,
+        expires_at_s=60,
     )
 
 

@@ -123,12 +123,11 @@ def joined() -> Any:
 def ticket(**changed: Any) -> str:
     fields = {"producer": "home", "consumer": "other", "num_tokens": len(PROMPT), "skip_tokens": 0}
     digest = prompt_digest(PROMPT)
-    return Ticket.issue(
+    return Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         **(fields | changed),
         prompt_digest=digest,
-        lifetime_s=60,
-        now_s=time.time(),
+        expires_at_s=time.time() + 60,
     ).seal(KEY)
 
 

@@ -83,13 +83,12 @@ PROMPT = list(range(200))
 
 
 def ticket_for(num_tokens: int, skip: int) -> dict[str, Any]:
-    ticket = Ticket.issue(
+    ticket = Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         num_tokens=num_tokens,
         skip_tokens=skip,
         prompt_digest=prompt_digest(PROMPT[:num_tokens]),
-        lifetime_s=60,
-        now_s=1000.0,
+        expires_at_s=1000.0 + 60,
         producer="east",
         consumer="home",
     )

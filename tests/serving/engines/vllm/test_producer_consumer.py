@@ -161,15 +161,14 @@ def make_ends(
 
 
 def new_ticket(num_tokens: int, skip: int = 0, uses: int = 1, every_tokens: int = 0) -> Ticket:
-    return Ticket.issue(
+    return Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=num_tokens,
         skip_tokens=skip,
         prompt_digest=bytes(16),
-        lifetime_s=60,
-        now_s=time.time(),
+        expires_at_s=time.time() + 60,
         attributes=TransferAttributes(uses=uses, checkpoint_tokens=every_tokens),
     )
 

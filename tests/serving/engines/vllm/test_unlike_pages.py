@@ -151,15 +151,14 @@ class Pair:
 
     @staticmethod
     def ticket(num_tokens: int, skip: int) -> Ticket:
-        return Ticket.issue(
+        return Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer="east",
             consumer="home",
             num_tokens=num_tokens,
             skip_tokens=skip,
             prompt_digest=bytes(16),
-            lifetime_s=60,
-            now_s=time.time(),
+            expires_at_s=time.time() + 60,
         )
 
     def compute(
@@ -441,7 +440,7 @@ def test_of_a_broken_transfer_whole_blocks_of_the_decode_engine_are_loaded(
             if transfer is None or transfer.lease is None:
                 return False
             layouts = pair.receiver.transfers.table._open_check.layout
-            return usable_tokens == region_layout.usable_tokens(layouts, ticket, transfer.covered_end)
+            return usable_tokens == region_layout.resume_points(layouts, ticket, transfer.covered_end).tokens
 
         pair.until(has_come)
         pair.sender.close()

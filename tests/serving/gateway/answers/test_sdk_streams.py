@@ -9,6 +9,7 @@ import pytest
 
 from prfaas.serving.gateway.answers import calls
 
+from ..prompts.shapes import claude_code_body, codex_body
 from ..world import World
 
 InWorld = Callable[..., None]
@@ -60,11 +61,10 @@ async def chat_with_a_user(base: str) -> Any:
     return await chat(base, user="me", metadata={"a": "b"}, store=True, service_tier="auto")
 
 
-async def response(base: str) -> Any:
+async def response(base: str, **fields: Any) -> Any:
     async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0) as client:
-        told = await client.responses.create(
-            model="stand-in", input=SAID, max_output_tokens=TOKENS, stream=True
-        )
+        asked: Any = {"model": "stand-in", "input": SAID, "max_output_tokens": TOKENS, **fields}
+        told = await client.responses.create(**asked, stream=True)
         deltas = []
         async for event in told:
             if event.type == "error":
@@ -73,10 +73,20 @@ async def response(base: str) -> Any:
         return deltas
 
 
-async def message(base: str) -> Any:
+async def codex(base: str) -> Any:
+    return await response(base, **codex_body(SAID[0]["content"]))
+
+
+async def message(base: str, **fields: Any) -> Any:
     async with anthropic.AsyncAnthropic(base_url=base, api_key="x", max_retries=0) as client:
-        told = await client.messages.create(model="stand-in", messages=SAID, max_tokens=TOKENS, stream=True)
+        asked: Any = {"model": "stand-in", "messages": SAID, "max_tokens": TOKENS, **fields}
+        told = await client.messages.create(**asked, stream=True)
         return [event.delta async for event in told if event.type == "content_block_delta"]
+
+
+async def claude_code(base: str) -> Any:
+    body = claude_code_body(SAID[0]["content"])
+    return await message(base, **body, extra_query={"beta": "true"}, extra_headers={"anthropic-beta": "x-1"})
 
 
 async def read_at_each_point(world: World, read: Read) -> tuple[Any, list[Any]]:
@@ -111,7 +121,7 @@ def test_completions_and_chats_are_whole(
     in_world(body, spare=True)
 
 
-@pytest.mark.parametrize("read", [response, message], ids=lambda read: read.__name__)
+@pytest.mark.parametrize("read", [response, codex, message, claude_code], ids=lambda read: read.__name__)
 def test_other_apis_end_with_an_error_of_their_own(in_world: InWorld, read: Read) -> None:
     async def body(world: World) -> None:
         whole, broken = await read_at_each_point(world, read)

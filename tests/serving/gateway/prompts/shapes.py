@@ -80,6 +80,7 @@ def shapes(text: str, ids: list[int]) -> dict[str, Shape]:
         "items": {"input": [_user(_parts(text, kind="input_text"))]},
         "instructions": {"input": text, "instructions": "Be terse.", "metadata": {"a": "b"}},
         "tools of a response": {"input": text, "tools": [{"type": "function", **_TOOL, "strict": None}]},
+        "as Codex asks": codex_body(text),
     }
     messages: dict[str, dict[str, Any]] = {
         "a message": {"messages": [said]},
@@ -92,9 +93,89 @@ def shapes(text: str, ids: list[int]) -> dict[str, Shape]:
             ],
         },
         "turns of messages": {"messages": turns, "metadata": {"user_id": "u"}},
+        "as Claude Code asks": claude_code_body(text),
     }
     each = {COMPLETIONS: completions, CHAT: chats, RESPONSES: responses, MESSAGES: messages}
     return {name: (path, body) for path, bodies in each.items() for name, body in bodies.items()}
+
+
+def codex_body(text: str) -> dict[str, Any]:
+    """A later turn of OpenAI's agent for terminals: its fields and items, in its order."""
+
+    def item(role: str, *texts: str, kind: str = "input_text") -> dict[str, Any]:
+        return {"type": "message", "role": role, "content": _parts(*texts, kind=kind)}
+
+    shell = {
+        "type": "function",
+        "name": "shell",
+        "description": "Runs a shell command and returns its output.",
+        "strict": False,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "command": {"type": "array", "items": {"type": "string"}, "description": "The command."},
+                "timeout_ms": {"type": "number"},
+            },
+            "required": ["command"],
+            "additionalProperties": False,
+        },
+    }
+    return {
+        "instructions": "You are a coding agent in a terminal.\nBe precise.",
+        "input": [
+            item("developer", "<permissions>read only</permissions>"),
+            item("user", "<environment_context><cwd>/w</cwd></environment_context>"),
+            item("user", text),
+            {
+                "type": "function_call",
+                "name": "shell",
+                "arguments": '{"command":["ls"]}',
+                "call_id": "call_1",
+            },
+            {
+                "type": "function_call_output",
+                "call_id": "call_1",
+                "output": '{"output":"a.py","exit_code":0}',
+            },
+        ],
+        "tools": [shell],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0199a213-81c0-7800-8aa1-bbab2a035a53",
+    }
+
+
+def claude_code_body(text: str) -> dict[str, Any]:
+    """A later turn of Anthropic's agent for terminals, sent to `/v1/messages?beta=true`."""
+    kept = {"cache_control": {"type": "ephemeral"}}
+    read = {
+        "name": "Read",
+        "description": "Reads a file.",
+        "input_schema": {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "type": "object",
+            "properties": {"file_path": {"type": "string"}, "limit": {"type": "number"}},
+            "required": ["file_path"],
+            "additionalProperties": False,
+        },
+    }
+    system = [{"type": "text", "text": each, **kept} for each in ("You are an agent.", "Be concise.")]
+    asked = _parts("<system-reminder>\nThe date.\n</system-reminder>", text)
+    used = {"type": "tool_use", "id": "toolu_01", "name": "Read", "input": {"file_path": "/w/a.py"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_01", "content": "1\timport os", **kept}
+    return {
+        "messages": [
+            _user(asked),
+            {"role": "assistant", "content": [{"type": "text", "text": "I read it."}, used]},
+            _user([result]),
+        ],
+        "system": system,
+        "tools": [read],
+        "metadata": {"user_id": "user_0a1b_account__session_0199a213"},
+    }
 
 
 def limited(path: str, body: Mapping[str, Any], tokens: int) -> dict[str, Any]:

@@ -213,15 +213,14 @@ class Rank:
 
 
 def a_ticket() -> Ticket:
-    return Ticket.issue(
+    return Ticket(
         transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
         producer="east",
         consumer="home",
         num_tokens=10,
         skip_tokens=0,
         prompt_digest=bytes(16),
-        lifetime_s=60,
-        now_s=0.0,
+        expires_at_s=60,
     )
 
 

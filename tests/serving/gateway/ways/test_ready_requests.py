@@ -34,15 +34,14 @@ from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, 
 
 IDS = range(1000)
 PROMPT = TokenizedPrompt(IDS, PromptChains(1000, {}), takes_ids=False)
-TICKET = Ticket.issue(
+TICKET = Ticket(
     transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
     producer="far",
     consumer="near",
     num_tokens=999,
     skip_tokens=256,
     prompt_digest=prompt_digest(IDS[:999]),
-    lifetime_s=60.0,
-    now_s=0.0,
+    expires_at_s=60.0,
 )
 FAR = Decision(
     route=Route.OFFLOAD,

@@ -27,11 +27,12 @@ from prfaas.serving.engines.synthetic.content import (
 from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout, SyntheticRegion
 from prfaas.serving.engines.transfer_counters import COUNTERS
 from prfaas.serving.transport.io.endpoint import KvEndpoint
+from prfaas.serving.transport.io.shared_queue import SentTransfer
 from prfaas.serving.transport.io.staging_memory import StagingArena
 from prfaas.serving.transport.io.tls_identity import TlsIdentity
 from prfaas.serving.transport.protocol.event_log import EventLog
 from prfaas.serving.transport.protocol.options import ReceiverOptions, SenderOptions
-from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.protocol.outgoing import SendPhase
 from prfaas.serving.transport.protocol.peer_list import peer_list_of, ranked
 from prfaas.serving.transport.protocol.requests import FollowOrder, PeerRequest, refuse_request
 from prfaas.serving.transport.protocol.staging import StagedTransfer
@@ -54,7 +55,7 @@ class PrefillSend:
     def __init__(
         self,
         layout: SyntheticLayout,
-        transfer: OutgoingTransfer,
+        transfer: SentTransfer,
         ticket: Ticket,
         context: Context,
         digests: DigestSource,
@@ -138,7 +139,7 @@ class Endpoints:
         self._layout = layout
         self._lease_s = limits.lease_s
         self._load_wait_s = limits.load_wait_s
-        self._sends: dict[OutgoingTransfer, _Sending] = {}
+        self._sends: dict[SentTransfer, _Sending] = {}
         self._has_sends = asyncio.Event()
         self._digest_plan = layout.digest_plan(digested=limits.page_digests)
         staging_bytes = deployment.engine.staging_bytes * instance.tensor_parallel
@@ -289,7 +290,7 @@ class Endpoints:
                     del self._sends[transfer]
                     self._count(transfer, sending)
 
-    def _count(self, transfer: OutgoingTransfer, sending: _Sending) -> None:
+    def _count(self, transfer: SentTransfer, sending: _Sending) -> None:
         if transfer.phase is SendPhase.COMPLETE:
             self.counts["sends_completed"] += 1
             self.counts["bytes_sent"] += sending.kv_bytes

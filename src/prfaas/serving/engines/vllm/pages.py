@@ -336,7 +336,7 @@ class PagedSource:
         """Show and copy private memory from now on.
 
         The engine's blocks may be overwritten once nobody uses what was shown before, and no copy of before is
-        under way (`OutgoingTransfer.recall`).
+        under way (`SentTransfer.recall`).
         """
         if self._private is None:
             private = memoryview(bytearray(self.nbytes))

@@ -16,7 +16,8 @@ from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
 from prfaas.serving.transport.io.peer_layouts import PeerLayouts
 from prfaas.serving.transport.io.sender import Sender
-from prfaas.serving.transport.protocol.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.io.shared_queue import SentTransfer
+from prfaas.serving.transport.protocol.outgoing import SendPhase
 from prfaas.serving.transport.protocol.ticket import part_id
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class PostponedSends:
 class _OpenSend:
     """One outgoing transfer to one rank of a consumer, and the sources that may still read the engine's blocks."""
 
-    transfer: OutgoingTransfer
+    transfer: SentTransfer
     wire: WireLayout
     """As it was agreed with that rank when the transfer was opened."""
     first_blocks: Sequence[int]

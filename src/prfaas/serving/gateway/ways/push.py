@@ -292,15 +292,14 @@ class PrefillHop:
         await self._abandoning.finish()
 
     def _sealed_request(self, spec: TransferSpec, request: ServingRequest) -> tuple[Ticket, str, bytes]:
-        ticket = Ticket.issue(
+        ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
             producer=spec.producer,
             consumer=spec.consumer,
             num_tokens=len(spec.token_ids),
             skip_tokens=spec.skip_tokens,
             prompt_digest=prompt_digest(spec.token_ids, request.salt, request.adapter, spec.media),
-            lifetime_s=self._options.ticket_lifetime_s,
-            now_s=time.time(),
+            expires_at_s=time.time() + self._options.ticket_lifetime_s,
             attributes=self._tenants.of_tenant(spec.attributes, request.salt),
         )
         sealed = self._as_told(ticket.seal(self._key))

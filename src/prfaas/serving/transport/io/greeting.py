@@ -1,31 +1,22 @@
-"""The handshake on sockets: blocking for engines, asyncio for observers; inside TLS on encrypted connections."""
+"""The handshake on sockets: blocking for engines, asyncio for observers; inside TLS 1.3 on encrypted connections.
+
+It is one conversation for both kinds of sockets: a generator that yields what to send and how many bytes it needs
+next, and gets just these. TLS is kept in memory and fed record by record, so no byte behind the last record is taken
+off the socket, which goes on without TLS.
+"""
 
 import asyncio
+import contextlib
 import secrets
 import socket
 import ssl
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from prfaas.serving.transport.io.sockets import (
-    ByteStream,
-    ConnectionEnded,
-    drain,
-    limit,
-    read_frame,
-    receive_control,
-)
+from prfaas.serving.transport.io.sockets import ConnectionEnded, drain, limit, receive_exactly
 from prfaas.serving.transport.io.tls_identity import TlsIdentity
-from prfaas.serving.transport.io.tls_stream import (
-    HANDSHAKE_RECORD,
-    AsyncTlsStream,
-    NotTlsError,
-    TlsStream,
-    receive_record,
-    tls_trouble,
-)
 from prfaas.serving.transport.protocol.handshake import (
     MAX_HANDSHAKE_BYTES,
     NONCE_BYTES,
@@ -38,30 +29,181 @@ from prfaas.serving.transport.protocol.handshake import (
     rejected,
 )
 from prfaas.serving.transport.protocol.sealing import SECRET_BYTES, Sealing
-from prfaas.serving.transport.protocol.wire import FrameType, WireError, pack_control
+from prfaas.serving.transport.protocol.wire import (
+    HEADER_BYTES,
+    MAGIC,
+    FrameType,
+    WireError,
+    pack_control,
+    parse_control,
+    unpack_header,
+)
 
-_ResultT = TypeVar("_ResultT")
+# The type of the first record of every TLS connection; frames in the clear begin with another byte.
+_HANDSHAKE_RECORD = 0x16
+_RECORD_HEADER_BYTES = 5
+_RECORD_TYPES = range(20, 24)
+# RFC 8446, 5.2.
+_MAX_RECORD_BYTES = (1 << 14) + 256
+_READ_BYTES = 1 << 14
+
+_T = TypeVar("_T")
+_Talk: TypeAlias = Generator[tuple[bytes, int], bytes | bytearray, _T]
+"""Yields what to send and the number of bytes to receive then, of which there may be none."""
 
 
-def _converse(
-    stream: ByteStream, side: Generator[bytes, Frame, _ResultT], deadline_s: float | None
-) -> _ResultT:
-    frame = next(side)
-    while True:
-        if frame:
-            if deadline_s is not None:
-                limit(stream, deadline_s)
-            stream.sendall(frame)
+class NotTlsError(WireError):
+    """The peer has answered with a frame in the clear."""
+
+
+def _frames(side: Generator[bytes, Frame, _T]) -> _Talk[_T]:
+    """Carry the frames of one side of the handshake."""
+    try:
+        out = next(side)
+        while True:
+            try:
+                header = unpack_header((yield out, HEADER_BYTES))
+                if header.length_bytes > MAX_HANDSHAKE_BYTES:
+                    raise WireError(
+                        f"{header.kind.name} frame of {header.length_bytes} bytes has no place here"
+                    )
+                came = header, parse_control(header, (yield b"", header.length_bytes))
+            except WireError as error:
+                side.throw(error)
+                raise
+            out = side.send(came)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
+
+
+class TlsState:
+    """TLS without a socket, for the conversations of one connection."""
+
+    def __init__(self, context: ssl.SSLContext, *, server_side: bool) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._opened = b""
+
+    def shake_hands(self) -> _Talk[Mapping[str, Any]]:
+        """The handshake of TLS; returns the peer's certificate, verified.
+
+        Raises:
+            ssl.SSLError: one of the two will not have the other's certificate, or the records make no sense.
+            WireError: the peer does not speak TLS.
+        """
         try:
-            came = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
-        except WireError as error:
-            side.throw(error)
+            while True:
+                try:
+                    self._tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    yield from self._take_record()
+        except ssl.SSLError:
+            # The last record has the reason for the peer.
+            with contextlib.suppress(OSError):
+                yield self._outgoing.read(), 0
             raise
+        yield self._outgoing.read(), 0
+        return self._tls.getpeercert() or {}
+
+    def encrypted(self, data: bytes) -> bytes:
+        """Records that hold `data`."""
+        self._tls.write(data)
+        return self._outgoing.read()
+
+    def inside(self, talk: _Talk[_T]) -> _Talk[_T]:
+        """Carry another conversation, encrypted; raises as `shake_hands`, or ConnectionError if the peer ends TLS."""
         try:
-            frame = side.send(came)
+            out, wanted_bytes = next(talk)
+            while True:
+                if out:
+                    self._tls.write(out)
+                while len(self._opened) < wanted_bytes:
+                    yield from self._take_record()
+                    self._open()
+                data, self._opened = self._opened[:wanted_bytes], self._opened[wanted_bytes:]
+                out, wanted_bytes = talk.send(data)
         except StopIteration as end:
-            result: _ResultT = end.value
+            result: _T = end.value
             return result
+
+    def _take_record(self) -> _Talk[None]:
+        """Send what is to be sent, and take the peer's next record."""
+        self._incoming.write((yield from one_record(self._outgoing.read())))
+
+    def _open(self) -> None:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            while data := self._tls.read(_READ_BYTES):
+                self._opened += data
+            raise ConnectionError("the peer has ended TLS")
+
+
+def one_record(out: bytes = b"") -> _Talk[bytes]:
+    """Send `out`, then receive a record of TLS, header included.
+
+    Raises:
+        NotTlsError: it is the beginning of a frame.
+        WireError: it is damaged.
+    """
+    header = yield out, _RECORD_HEADER_BYTES
+    if header.startswith(MAGIC):
+        raise NotTlsError("the peer does not speak TLS")
+    nbytes = int.from_bytes(header[3:5], "big")
+    if header[0] not in _RECORD_TYPES or header[1] != 3 or nbytes > _MAX_RECORD_BYTES:
+        raise WireError("a TLS record is damaged")
+    return bytes(header + (yield b"", nbytes))
+
+
+def _tls_trouble(error: ssl.SSLError | NotTlsError, peer: str) -> HandshakeError | WireError:
+    """The exception for an error of TLS: certificates stay refused, damaged records may be whole next time."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return HandshakeError(f"the certificate of {peer} is not accepted: {error.verify_message}")
+    if isinstance(error, NotTlsError):
+        return HandshakeError(f"{peer} does not encrypt: it has answered without TLS")
+    reason = (error.reason or str(error)).lower().replace("_", " ")
+    if "did not return a certificate" in reason:
+        return HandshakeError(f"{peer} has shown no certificate")
+    if "alert" in reason and ("certificate" in reason or "unknown ca" in reason):
+        return HandshakeError(f"{peer} does not accept this side's certificate: {reason}")
+    return WireError(f"TLS with {peer} failed: {reason}")
+
+
+def converse(sock: socket.socket, talk: _Talk[_T], deadline_s: float | None) -> _T:
+    """Lead a conversation on a blocking socket.
+
+    Raises:
+        OSError: the connection is broken, or the deadline (by `time.monotonic`) has passed.
+    """
+    try:
+        out, wanted_bytes = next(talk)
+        while True:
+            data = bytearray(wanted_bytes)
+            try:
+                if out:
+                    if deadline_s is not None:
+                        limit(sock, deadline_s)
+                    sock.sendall(out)
+                receive_exactly(sock, memoryview(data), deadline_s)
+            except OSError as error:
+                talk.throw(error)
+                raise
+            out, wanted_bytes = talk.send(data)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
+
+
+def _client(hello: ClientHello, tls: TlsIdentity | None) -> _Talk[Welcome]:
+    frames = _frames(hello.converse(encrypted=tls is not None))
+    if tls is None:
+        return (yield from frames)
+    state = TlsState(tls.client_context(), server_side=False)
+    try:
+        hello.check_certificate((yield from state.shake_hands()))
+        return (yield from state.inside(frames))
+    except (ssl.SSLError, NotTlsError) as error:
+        raise _tls_trouble(error, hello.server_name) from None
 
 
 def greet(
@@ -86,14 +228,7 @@ def greet(
         WireError: it does not speak this protocol.
         OSError: the connection is broken.
     """
-    if tls is None:
-        return _converse(sock, hello.converse(encrypted=False), deadline_s).sealing
-    try:
-        stream = TlsStream(sock, tls.client_context(), server_side=False, deadline_s=deadline_s)
-        hello.check_certificate(stream.certificate())
-        return _converse(stream, hello.converse(encrypted=True), deadline_s).sealing
-    except (ssl.SSLError, NotTlsError) as error:
-        raise tls_trouble(error, hello.server_name) from None
+    return converse(sock, _client(hello, tls), deadline_s).sealing
 
 
 async def greet_async(
@@ -104,25 +239,16 @@ async def greet_async(
     Raises:
         asyncio.IncompleteReadError: the server has ended it.
     """
-    side = hello.converse(encrypted=tls is not None)
+    talk = _client(hello, tls)
     try:
-        source: asyncio.StreamReader | AsyncTlsStream = reader
-        sink: asyncio.StreamWriter | AsyncTlsStream = writer
-        if tls is not None:
-            source = sink = await AsyncTlsStream.open(reader, writer, tls.client_context())
-            hello.check_certificate(sink.certificate())
-        frame = next(side)
+        out, wanted_bytes = next(talk)
         while True:
-            if frame:
-                sink.write(frame)
-            try:
-                header, body = await read_frame(source)
-                frame = side.send((header, dict(body)))
-            except StopIteration as end:
-                welcome: Welcome = end.value
-                return welcome
-    except (ssl.SSLError, NotTlsError) as error:
-        raise tls_trouble(error, hello.server_name) from None
+            if out:
+                writer.write(out)
+            out, wanted_bytes = talk.send(await reader.readexactly(wanted_bytes))
+    except StopIteration as end:
+        welcome: Welcome = end.value
+        return welcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,34 +290,34 @@ class ServerHandshake:
         first = sock.recv(1, socket.MSG_PEEK)
         if not first:
             raise ConnectionEnded("connection ended")
-        is_tls = first[0] == HANDSHAKE_RECORD
-        stream: ByteStream = sock
+        state: TlsState | None = None
         certificate: Mapping[str, Any] | None = None
         try:
-            if is_tls and self.tls is None:
-                receive_record(sock, deadline_s)
-                raise rejected(f"{self.hello.name} takes no encrypted connections")
-            if is_tls and self.tls is not None:
-                context = self.tls.server_context()
-                stream = opened = TlsStream(sock, context, server_side=True, deadline_s=deadline_s)
-                certificate = opened.certificate()
-            side = self.hello.converse(secrets.token_hex(NONCE_BYTES), producers, certificate)
-            identity = _converse(stream, side, deadline_s)
-            if not is_tls and self.tls is not None and identity.name.partition("/")[0] not in plain_peers:
+            if first[0] == _HANDSHAKE_RECORD:
+                if self.tls is None:
+                    converse(sock, one_record(), deadline_s)
+                    raise rejected(f"{self.hello.name} takes no encrypted connections")
+                state = TlsState(self.tls.server_context(), server_side=True)
+                certificate = converse(sock, state.shake_hands(), deadline_s)
+            frames = _frames(self.hello.converse(secrets.token_hex(NONCE_BYTES), producers, certificate))
+            identity = converse(sock, frames if state is None else state.inside(frames), deadline_s)
+            is_plain = state is None and self.tls is not None
+            if is_plain and identity.name.partition("/")[0] not in plain_peers:
                 sentence = f"{self.hello.name} takes only encrypted connections from {identity.name}"
                 raise rejected(sentence, identity.name)
         except HandshakeError as error:
             if error.reply:
-                stream.sendall(error.reply)
+                sock.sendall(error.reply if state is None else state.encrypted(error.reply))
             raise
         except (ssl.SSLError, NotTlsError) as error:
             drain(sock, deadline_s)
-            raise tls_trouble(error, "the client") from None
-        limit(stream, deadline_s)
+            raise _tls_trouble(error, "the client") from None
+        limit(sock, deadline_s)
         admit(identity)
-        stream.sendall(self.hello.welcome())
-        if not is_tls:
+        if state is None:
+            sock.sendall(self.hello.welcome())
             return identity, None
         secret = secrets.token_bytes(SECRET_BYTES)
-        stream.sendall(pack_control(FrameType.KEYS, body={"secret": secret.hex()}))
+        keys = pack_control(FrameType.KEYS, body={"secret": secret.hex()})
+        sock.sendall(state.encrypted(self.hello.welcome()) + state.encrypted(keys))
         return identity, Sealing.of_server(secret)

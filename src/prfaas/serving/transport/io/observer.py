@@ -12,7 +12,7 @@ from prfaas.core.deployment import TransferLimits
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.tasks import end_all, look_at
 from prfaas.serving.transport.io.greeting import greet_async
-from prfaas.serving.transport.io.sockets import expedite, keep_alive, read_frame, read_tcp_info
+from prfaas.serving.transport.io.sockets import expedite, keep_alive, read_tcp_info
 from prfaas.serving.transport.io.tls_identity import TlsIdentity
 from prfaas.serving.transport.protocol.handshake import (
     NONCE_BYTES,
@@ -23,16 +23,19 @@ from prfaas.serving.transport.protocol.handshake import (
 from prfaas.serving.transport.protocol.liveness import Liveness, LookClock, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.protocol.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.protocol.peer_list import PeerList
-from prfaas.serving.transport.protocol.requests import PoolOrder
-from prfaas.serving.transport.protocol.sealing import Sealing
+from prfaas.serving.transport.protocol.requests import ANSWERS, PoolOrder
+from prfaas.serving.transport.protocol.sealing import SEALED_HEADER_BYTES, TAG_BYTES, Sealing
 from prfaas.serving.transport.protocol.wire import (
+    HEADER_BYTES,
     FrameType,
     TransferStatus,
     WireError,
     body_of,
     pack_control,
+    parse_control,
     ping,
     read_body,
+    unpack_header,
 )
 
 _T = TypeVar("_T")
@@ -47,6 +50,7 @@ _BACKOFF_S = 0.05
 # A peer that reads nothing, or answers nothing, is asked over a new connection.
 _MOST_UNSENT_BYTES = 64 << 20
 _MOST_UNANSWERED = 1000
+_FOR_OBSERVERS = frozenset({FrameType.STATUS, FrameType.STATS, FrameType.PONG, *ANSWERS.values()})
 
 
 class Observer:
@@ -103,10 +107,6 @@ class Observer:
         self._announced: set[bytes] = set()
         self._stats_waits: deque[asyncio.Future[dict[str, Any]]] = deque()
         self._requests: dict[bytes, asyncio.Future[dict[str, Any]]] = {}
-
-    @property
-    def connected(self) -> bool:
-        return self._writer is not None
 
     async def connect(self) -> None:
         """Connect unless that is done.
@@ -385,18 +385,26 @@ class Observer:
             raise trouble from None
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        opener = None if self._sealing is None else self._sealing.opener
+        header_bytes, tag_bytes = (HEADER_BYTES, 0) if opener is None else (SEALED_HEADER_BYTES, TAG_BYTES)
         while True:
-            header, body = await read_frame(reader, self._sealing)
+            raw = await reader.readexactly(header_bytes)
+            header = unpack_header(raw if opener is None else opener.open_header(raw))
+            if header.kind not in _FOR_OBSERVERS:
+                raise WireError(f"{self.peer_name} may not send {header.kind.name} to an observer")
+            payload = (
+                await reader.readexactly(header.length_bytes + tag_bytes) if header.length_bytes else b""
+            )
+            body = parse_control(
+                header, payload if opener is None or not payload else opener.open_payload(payload)
+            )
             if header.kind is FrameType.STATUS:
                 self._settle(header.transfer_id, read_body(TransferStatus, body))
             elif header.kind is FrameType.STATS:
                 if self._stats_waits:
-                    _resolve(self._stats_waits.popleft(), dict(body))
-            elif header.kind in (FrameType.COPIED, FrameType.PULLED, FrameType.EVENTS):
-                if header.transfer_id in self._requests:
-                    _resolve(self._requests[header.transfer_id], dict(body))
-            elif header.kind is not FrameType.PONG:
-                raise WireError(f"{self.peer_name} may not send {header.kind.name} to an observer")
+                    _resolve(self._stats_waits.popleft(), body)
+            elif header.kind is not FrameType.PONG and header.transfer_id in self._requests:
+                _resolve(self._requests[header.transfer_id], body)
 
     def _settle(self, transfer_id: bytes, status: TransferStatus) -> None:
         if transfer_id in self._waits:

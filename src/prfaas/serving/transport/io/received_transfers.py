@@ -82,14 +82,8 @@ class ReceivedTransfers:
         return self.table
 
     def __exit__(self, *_: object) -> None:
+        self._unpinned.notify_all()
         self._lock.release()
-
-    @property
-    def staging_bytes(self) -> int:
-        """Size of the staging of all transfers."""
-        return self.table.staging_bytes
-
-    # Connections, with chunks
 
     def place_chunk(self, session: ProducerSession, connection: FrameSink, header: Header) -> ChunkPlace:
         """As of the table; waits until another connection no longer writes there."""
@@ -105,20 +99,6 @@ class ReceivedTransfers:
                     )
             return place
 
-    def finish_chunk(self, place: ChunkPlace, *, verified: bool) -> None:
-        """As of the table."""
-        with self._lock:
-            self.table.finish_chunk(place, time.monotonic(), verified=verified)
-            self._unpinned.notify_all()
-
-    def abandon_chunk(self, place: ChunkPlace) -> None:
-        """As of the table."""
-        with self._lock:
-            self.table.abandon_chunk(place, time.monotonic())
-            self._unpinned.notify_all()
-
-    # The engine
-
     def state(self, transfer_id: bytes) -> TransferStatus | None:
         """Status of a transfer, also for a while after it is over; None when the id is unknown.
 
@@ -126,16 +106,16 @@ class ReceivedTransfers:
         """
         if (transfer := self.table.live(transfer_id)) is not None:
             return transfer.status()
-        with self._lock:
-            return self.table.state(transfer_id)
+        with self as table:
+            return table.state(transfer_id)
 
     def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
         """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise.
 
         `broken_tokens`: as of the table.
         """
-        with self._lock:
-            return self.table.take(transfer_id, time.monotonic(), self._free, broken_tokens=broken_tokens)
+        with self as table:
+            return table.take(transfer_id, time.monotonic(), self._free, broken_tokens=broken_tokens)
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
         """A transfer to read while it arrives, here or in other processes; None while it has no staging, or none left.
@@ -143,26 +123,23 @@ class ReceivedTransfers:
         Otherwise it is taken, dropped and broken as any other. `on_change` is called after each chunk and when it
         completes or fails, by the thread that knows of it: it must not block, nor call this object.
         """
-        with self._lock:
-            transfer = self.table.arriving(transfer_id)
-            return None if transfer is None else Arrival(self, transfer, on_change)
+        with self as table:
+            transfer = table.live(transfer_id)
+            if transfer is None or transfer.lease is None:
+                return None
+            return Arrival(self, transfer, on_change)
 
     def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
         """As of the table."""
-        with self._lock:
-            self.table.drop(transfer_id, reason, time.monotonic(), keep=keep)
+        with self as table:
+            table.drop(transfer_id, reason, time.monotonic(), keep=keep)
 
     def report(self, transfer_id: bytes, status: TransferStatus) -> None:
         """As of the table."""
-        with self._lock:
-            self.table.report(transfer_id, status, time.monotonic())
-
-    def close(self) -> None:
-        """As of the table."""
-        with self._lock:
-            self.table.close(time.monotonic())
+        with self as table:
+            table.report(transfer_id, status, time.monotonic())
 
     def _free(self, staged: StagedTransfer) -> None:
-        with self._lock:
+        with self as table:
             staged.release()
-            self.table.admit(time.monotonic())
+            table.admit(time.monotonic())

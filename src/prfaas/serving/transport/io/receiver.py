@@ -7,13 +7,13 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from prfaas import __version__
 from prfaas.core.deployment import CONTROL
-from prfaas.core.link.samples import NOTHING_ARRIVED, ArrivalReport
+from prfaas.core.link.samples import ArrivalReport
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.io.greeting import ServerHandshake
 from prfaas.serving.transport.io.peer_layouts import PeerLayouts
@@ -48,35 +48,6 @@ _ACCEPT_BACKLOG = 128
 # Errors of the machine, not of the peer: wait until resources are free, and go on.
 _NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _RESOURCES_WAIT_S = 0.1
-
-
-class ArrivalSums:
-    """Sums of arrived bytes by producer, including connections that have ended. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._of_ended: dict[str, ArrivalReport] = {}
-
-    def end(self, connection: ReceiverConnection) -> None:
-        """Keep what has arrived over a connection that has ended; once for each."""
-        _add(self._of_ended, _producer(connection), connection.arrived().ended)
-
-    def with_open(self, connections: Iterable[ReceiverConnection]) -> dict[str, dict[str, Any]]:
-        """The fields of `ArrivalReport`, by producer, with what has come over open connections."""
-        found = dict(self._of_ended)
-        for connection in connections:
-            _add(found, _producer(connection), connection.arrived())
-        return {name: asdict(report) for name, report in found.items()}
-
-
-def _add(sums: dict[str, ArrivalReport], name: str | None, report: ArrivalReport) -> None:
-    if name is not None:
-        sums[name] = sums.get(name, NOTHING_ARRIVED) + report
-
-
-def _producer(connection: ReceiverConnection) -> str | None:
-    """The producer that sends over a connection; None: it is not authenticated, or an observer."""
-    who = connection.identity
-    return who.name if who is not None and who.role == ROLE_PRODUCER else None
 
 
 class Receiver:
@@ -152,8 +123,8 @@ class Receiver:
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
-        self._arrival_sums = ArrivalSums()
-        self._is_leaving = False
+        self._arrived_before: dict[str, ArrivalReport] = {}  # over connections that have ended
+        self.is_leaving = False
         self._failed_connections = 0
         self._forged_frames = 0
         self._accept_failures = 0
@@ -195,7 +166,8 @@ class Receiver:
             thread.join()
         if self._listener is not None:
             self._listener.close()
-        self.transfers.close()
+        with self.transfers as table:
+            table.close(time.monotonic())
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; every gauge of use is 0 when no transfer is going on."""
@@ -221,7 +193,7 @@ class Receiver:
             "thread_errors": self._thread_errors,
             "threads": threads,
             "roster": self._peer_list_state,
-            "leaving": self._is_leaving,
+            "leaving": self.is_leaving,
             "gateways_unaware": sum(
                 each.identity is not None and each.identity.name == CONTROL and not each.knows_leaving
                 for each in connections
@@ -236,21 +208,15 @@ class Receiver:
         `{"arrivals": {producer: fields of ArrivalReport}, "sender": Sender.telemetry()}`
         """
         with self._lock:
-            arrivals = self._arrival_sums.with_open(self._connections)
+            arrived = dict(self._arrived_before)
+            for connection in self._connections:
+                connection.add_arrived(arrived)
         return {
-            "arrivals": arrivals,
+            "arrivals": {name: asdict(report) for name, report in arrived.items()},
             "sender": {"links": {}} if self._sender is None else self._sender.telemetry(),
         }
 
     # The calls of its connections: see `ConnectionHost`
-
-    def observed(self, *, links_only: bool) -> dict[str, Any]:
-        """`telemetry()` or `stats()`, for an observer."""
-        return self.telemetry() if links_only else self.stats()
-
-    def leave(self) -> None:
-        """Tell observers from now on that this process is to end. Only the next process takes that back."""
-        self._is_leaving = True
 
     def handshake_failed(self, sentence: str, peer: str) -> None:
         """Note why a handshake failed."""
@@ -359,7 +325,7 @@ class Receiver:
                 self._unauthenticated.leave(sock)
                 with self._lock:
                     del self._connections[connection]
-                    self._arrival_sums.end(connection)
+                    connection.add_arrived(self._arrived_before)
                     self._failed_connections += bool(connection.failure)
                     self._forged_frames += connection.forged
 

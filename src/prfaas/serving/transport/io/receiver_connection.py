@@ -3,7 +3,6 @@
 `_receive_chunk` moves KV bytes from the wire into staging. From there the engine takes complete transfers.
 """
 
-import contextlib
 import logging
 import select
 import socket
@@ -29,7 +28,7 @@ from prfaas.serving.transport.io.sockets import (
 )
 from prfaas.serving.transport.protocol.compression import PREFIX_BYTES, decompress, decompressed_bytes
 from prfaas.serving.transport.protocol.handshake import ROLE_PRODUCER, HandshakeError, PeerIdentity
-from prfaas.serving.transport.protocol.incoming import ProducerSession
+from prfaas.serving.transport.protocol.incoming import ProducerFrame, ProducerSession
 from prfaas.serving.transport.protocol.liveness import HEARTBEAT_BYTES, ProducerLiveness
 from prfaas.serving.transport.protocol.options import ReceiverOptions
 from prfaas.serving.transport.protocol.pacing import PaceOrder, ProbeOrder
@@ -40,6 +39,7 @@ from prfaas.serving.transport.protocol.sealing import (
     SEALED_HEADER_BYTES,
     TAG_BYTES,
     ForgedFrameError,
+    Scratch,
     Sealing,
 )
 from prfaas.serving.transport.protocol.wire import (
@@ -50,6 +50,7 @@ from prfaas.serving.transport.protocol.wire import (
     Header,
     RunningChecksum,
     WireError,
+    checksum,
     nack,
     pack_control,
     parse_control,
@@ -84,6 +85,8 @@ class ConnectionHost(Protocol):
 
     name: str
     """As producers and tickets call it."""
+    is_leaving: bool
+    """Observers hear that this process is to end. Only the next process takes that back."""
 
     def shake_hands(
         self, connection: "ReceiverConnection", sock: socket.socket
@@ -93,11 +96,11 @@ class ConnectionHost(Protocol):
     def handshake_failed(self, sentence: str, peer: str) -> None:
         """Note why a handshake failed; `peer`: its name, if it had proved that."""
 
-    def observed(self, *, links_only: bool) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """The fields of a STATS answer."""
 
-    def leave(self) -> None:
-        """Tell observers from now on that this process is to end."""
+    def telemetry(self) -> dict[str, Any]:
+        """The same of links alone."""
 
     def carry_out(self, order: ObserverOrder) -> None:
         """Carry out an observer's PACE, PROBE, ROSTER, COPY or PULL."""
@@ -132,8 +135,8 @@ class ReceiverConnection:
         self._liveness = ProducerLiveness()
         self._session: ProducerSession | None = None
         self._trouble = ""
-        self._header = bytearray(HEADER_BYTES)
-        self._scratch = bytearray()
+        self._header = bytearray(SEALED_HEADER_BYTES)
+        self._scratch = Scratch()
         self._bulk = BulkReader(sock)
         self._watched: set[bytes] = set()
         self._permitted: frozenset[FrameType] = frozenset()
@@ -189,11 +192,15 @@ class ReceiverConnection:
         """Make the connection's thread end."""
         shut(self._sock)
 
-    def arrived(self) -> ArrivalReport:
-        """The kernel's counters of received bytes; after the end of the connection, the last ones."""
-        with contextlib.suppress(OSError):
+    def add_arrived(self, sums: dict[str, ArrivalReport]) -> None:
+        """Add what has come over this connection to its producer's; after its end, the last totals."""
+        try:
             self._arrived = read_arrived(self._sock)
-        return self._arrived
+        except OSError:
+            self._arrived = self._arrived.ended
+        who = self.identity
+        if who is not None and who.role == ROLE_PRODUCER:
+            sums[who.name] = sums.get(who.name, NOTHING_ARRIVED) + self._arrived
 
     def check(self, now_s: float, elapsed_s: float, awaited: Collection[tuple[str, str]]) -> None:
         """Send a PING to a silent producer, close its connection after its timeout, and flush the outbox.
@@ -214,8 +221,8 @@ class ReceiverConnection:
             info = read_tcp_info(self._sock)
         except OSError:
             return
-        found = liveness.look(info, now_s, elapsed_s, self._options.limits, inside_frame=self._inside_frame)
-        if self._session is not None and liveness.received_bytes > HEARTBEAT_BYTES:
+        found = liveness.check(info, now_s, elapsed_s, self._options.limits, inside_frame=self._inside_frame)
+        if self._session is not None and liveness.new_bytes > HEARTBEAT_BYTES:
             # On a slow link it takes a while until a chunk is whole.
             self._session.progressed_at_s = now_s
         if isinstance(found, str):
@@ -238,14 +245,12 @@ class ReceiverConnection:
                 self._serve_observer(self.identity)
         except ConnectionEnded:
             pass
-        except HandshakeError as error:
-            self.failure = str(error)
-            self._host.handshake_failed(self.failure, error.peer)
         except (OSError, WireError) as error:
             self.failure = str(error)
             self.forged = isinstance(error, ForgedFrameError)
             if self.identity is None:
-                self._host.handshake_failed(self.failure, "")
+                peer = error.peer if isinstance(error, HandshakeError) else ""
+                self._host.handshake_failed(self.failure, peer)
             else:
                 said = log.warning if isinstance(error, WireError) else log.info
                 said("connection from %s ended: %s", self.identity.name, error)
@@ -253,7 +258,7 @@ class ReceiverConnection:
             self.failure = repr(error)
             log.exception("connection from %s failed", self._whom())
         finally:
-            self.arrived()
+            self.add_arrived({})
             self.shut()
             # Not while another thread posts: its send must not meet a reused file number.
             with self._sending:
@@ -272,10 +277,16 @@ class ReceiverConnection:
                     self._receive_chunk(session, header)
                 elif header.kind in _OF_TRANSFERS:
                     body = self._body(header)
+                    frame = ProducerFrame(
+                        session=session,
+                        connection=self,
+                        header=header,
+                        body=body,
+                        now_s=time.monotonic(),
+                        unix_s=time.time(),
+                    )
                     with self._transfers as table:
-                        table.take_frame(
-                            session, self, header, body, now_s=time.monotonic(), unix_s=time.time()
-                        )
+                        table.take_frame(frame)
                 elif header.kind is FrameType.FILLER:
                     self._body(header)
                 else:
@@ -299,11 +310,11 @@ class ReceiverConnection:
                     keep = body.get("keep") is True
                     self._transfers.drop(header.transfer_id, text_field(body, "reason"), keep=keep)
                 elif header.kind is FrameType.STATS:
-                    stats = self._host.observed(links_only=body.get("of") == "links")
+                    stats = self._host.telemetry() if body.get("of") == "links" else self._host.stats()
                     self.knows_leaving = self.knows_leaving or stats.get("leaving") is True
                     self.post(pack_control(FrameType.STATS, body=stats))
                 elif header.kind is FrameType.LEAVE:
-                    self._host.leave()
+                    self._host.is_leaving = True
                 elif (order := self._order(header, body, identity.name)) is not None:
                     self._host.carry_out(order)
                 else:
@@ -312,12 +323,12 @@ class ReceiverConnection:
                     self._wait_for_outbox()
         finally:
             with self._transfers as table:
-                table.unwatch(self, self._watched)
+                table.watchers.remove(self, self._watched)
 
     def _watch(self, transfer_id: bytes, lead_s: float) -> None:
         with self._transfers as table:
             if len(self._watched) >= _MAX_WATCHED:
-                self._watched = {each for each in self._watched if table.is_watching(self, each)}
+                self._watched = {each for each in self._watched if table.watchers.has(self, each)}
             if len(self._watched) >= _MAX_WATCHED:
                 raise WireError(f"an observer may watch {_MAX_WATCHED} transfers at once")
             self._watched.add(transfer_id)
@@ -345,33 +356,29 @@ class ReceiverConnection:
 
     def _next_header(self) -> Header:
         """The next frame's header, of a frame that this peer may send."""
-        if self.sealing is None:
-            receive_exactly(self._sock, memoryview(self._header))
-            header = unpack_header(self._header)
-        else:
-            sealed = bytearray(SEALED_HEADER_BYTES)
-            receive_exactly(self._sock, memoryview(sealed))
-            header = unpack_header(self.sealing.opener.open_header(sealed))
+        opener = None if self.sealing is None else self.sealing.opener
+        raw = memoryview(self._header)[: HEADER_BYTES if opener is None else SEALED_HEADER_BYTES]
+        receive_exactly(self._sock, raw)
+        header = unpack_header(raw if opener is None else opener.open_header(raw))
         if header.kind not in self._permitted:
             raise WireError(f"{self._whom()} may not send {header.kind.name}")
         return header
 
     def _body(self, header: Header) -> dict[str, Any]:
-        if self.sealing is None or header.length_bytes == 0:
-            payload = self._scratch_view(header.length_bytes)
-            self._read_payload([payload])
-            return parse_control(header, payload)
-        return parse_control(header, self.sealing.opener.open_payload(self._read_sealed(header)))
+        return parse_control(header, self._payload(header))
+
+    def _payload(self, header: Header) -> memoryview:
+        """A whole payload, unchecked where it is not sealed; valid until the next frame."""
+        if self.sealing is not None and header.length_bytes:
+            return memoryview(self.sealing.opener.open_payload(self._read_sealed(header)))
+        payload = self._scratch.of(header.length_bytes)
+        self._read_payload([payload])
+        return payload
 
     def _read_sealed(self, header: Header) -> memoryview:
-        sealed = self._scratch_view(header.length_bytes + TAG_BYTES)
+        sealed = self._scratch.of(header.length_bytes + TAG_BYTES)
         self._read_payload([sealed])
         return sealed
-
-    def _scratch_view(self, nbytes: int) -> memoryview:
-        if len(self._scratch) < nbytes:
-            self._scratch = bytearray(nbytes)
-        return memoryview(self._scratch)[:nbytes]
 
     def _read_payload(self, pieces: list[memoryview]) -> None:
         self._inside_frame = True
@@ -383,28 +390,40 @@ class ReceiverConnection:
 
     def _receive_chunk(self, session: ProducerSession, header: Header) -> None:
         """Move a chunk's bytes from the wire into staging; its header has been read."""
+        payload = None
         if header.flags & COMPRESSED:
-            self._receive_compressed(session, header)
-            return
+            payload = self._payload(header)
+            is_checked = self.sealing is None and not header.flags & UNCHECKED
+            if is_checked and checksum(payload) != header.checksum:
+                # Even its length may be damaged, so it has no place.
+                self.post(nack(header))
+                return
+            header = replace(header, length_bytes=decompressed_bytes(payload[:PREFIX_BYTES]))
         # 1. Where they belong: a place in the transfer's staging, which is held until step 4.
         place = self._transfers.place_chunk(session, self, header)
         try:
-            if self.sealing is None:
-                # 2. From the socket straight into that place; what is of no use goes into the scratch buffer.
-                pieces = (
-                    place.pieces if place.transfer is not None else [self._scratch_view(header.length_bytes)]
+            # 2. Into that place; what is of no use goes into the scratch buffer.
+            # 3. Are they the bytes that the producer sent?
+            if payload is not None:
+                place.spared_bytes = max(header.length_bytes - len(payload), 0)
+                verified = place.transfer is None or decompress(payload, place.pieces)
+            elif self.sealing is None:
+                # Straight from the socket.
+                unused = place.transfer is None
+                verified = self._read_checked(
+                    header, [self._scratch.of(header.length_bytes)] if unused else place.pieces
                 )
-                # 3. Are they the bytes that the producer sent?
-                verified = self._read_checked(header, pieces)
             else:
-                # 2 and 3. By way of the scratch buffer: decryption writes into the place and verifies.
+                # Decryption writes and verifies.
                 self.sealing.opener.open_into(self._read_sealed(header), place.pieces)
                 verified = True
         except BaseException:
-            self._transfers.abandon_chunk(place)
+            with self._transfers as table:
+                table.abandon_chunk(place, time.monotonic())
             raise
         # 4. Record them and answer: ACK, or NACK for damaged ones. The last chunk completes the transfer.
-        self._transfers.finish_chunk(place, verified=verified)
+        with self._transfers as table:
+            table.finish_chunk(place, time.monotonic(), verified=verified)
 
     def _read_checked(self, header: Header, pieces: list[memoryview]) -> bool:
         """Read a chunk; returns whether its checksum fits."""
@@ -418,29 +437,6 @@ class ReceiverConnection:
                 self._read_payload([part])
                 running.update(part)
         return running.value == header.checksum
-
-    def _receive_compressed(self, session: ProducerSession, header: Header) -> None:
-        """Do the same for a compressed chunk, whose length is in its payload instead of its header."""
-        if self.sealing is None:
-            payload = self._scratch_view(header.length_bytes)
-            verified = self._read_checked(header, [payload])
-        else:
-            payload = memoryview(self.sealing.opener.open_payload(self._read_sealed(header)))
-            verified = True
-        if not verified:
-            # Even its length may be damaged, so it has no place.
-            self.post(nack(header))
-            return
-        place = self._transfers.place_chunk(
-            session, self, replace(header, length_bytes=decompressed_bytes(payload[:PREFIX_BYTES]))
-        )
-        place.spared_bytes = max(place.header.length_bytes - len(payload), 0)
-        try:
-            verified = place.transfer is None or decompress(payload, place.pieces)
-        except BaseException:
-            self._transfers.abandon_chunk(place)
-            raise
-        self._transfers.finish_chunk(place, verified=verified)
 
     def _wait_for_outbox(self) -> None:
         # Its answers don't fit into the socket: reading on would only pile up more.

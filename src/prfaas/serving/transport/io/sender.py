@@ -14,7 +14,7 @@ import msgspec
 from prfaas.core.link.send_order import order_of_checkpoint
 from prfaas.serving.transport.io.peer_layouts import PeerLayouts
 from prfaas.serving.transport.io.sender_connection import SenderConnection
-from prfaas.serving.transport.io.shared_queue import SharedQueue
+from prfaas.serving.transport.io.shared_queue import SentTransfer, SharedQueue
 from prfaas.serving.transport.io.tls_identity import TlsIdentity
 from prfaas.serving.transport.protocol.fingerprint import Fingerprint
 from prfaas.serving.transport.protocol.handshake import NONCE_BYTES, ROLE_PRODUCER, ClientHello
@@ -26,7 +26,7 @@ from prfaas.serving.transport.protocol.outgoing import Carrier, OutgoingTransfer
 from prfaas.serving.transport.protocol.pacing import LinkPacer, PaceOrder
 from prfaas.serving.transport.protocol.peer_queue import PeerQueue
 from prfaas.serving.transport.protocol.sentences import bounded_sentences
-from prfaas.serving.transport.protocol.ticket import Ticket, checkpoint_id, part_id
+from prfaas.serving.transport.protocol.ticket import Ticket, TransferClass, checkpoint_id, part_id
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Sender:
     """Sends KV transfers; thread-safe. Two threads per connection and one that supervises all.
 
     1. `start` connects to all peers that are not on demand. `apply_peers` replaces the peers later.
-    2. `open` begins a transfer in its peer's `PeerQueue`; the engine feeds it through the `OutgoingTransfer`.
+    2. `open` begins a transfer in its peer's `PeerQueue`; the engine feeds it through the `SentTransfer`.
     3. Connections (`SenderConnection`) pull chunks from the queue, at the pace of the link's `LinkPacer`.
     4. The supervisor applies deadlines and renews connections that have lost packets.
 
@@ -125,7 +125,7 @@ class Sender:
         region_bytes: Sequence[int],
         peer: str = "",
         **said: Any,
-    ) -> OutgoingTransfer:
+    ) -> SentTransfer:
         """Begin the transfer that a ticket allows; never blocks, never raises for the network.
 
         A consumer that is not among the peers gives a transfer that is FAILED already.
@@ -140,18 +140,11 @@ class Sender:
         offer = Offer(ticket=sealed, regions=tuple(region_bytes), **said)
         transfer_id = part_id(ticket.transfer_id, offer.part)
         peer_key = peer or next(iter(self.ranks_of(ticket.consumer)))
-        queue = self._queues.get(peer_key)
-        if queue is None:
-            reason = f"{self.name} has no peer named {ticket.consumer}"
-            return OutgoingTransfer.failed(transfer_id, offer, reason)
-        self._connect(peer_key)
-        transfer = queue.open(transfer_id, offer, ticket.attributes.service)
-        self._wake.set()
-        return transfer
+        return self._open(peer_key, transfer_id, offer, ticket.attributes.service)
 
     def open_checkpoint(
         self, transfer: OutgoingTransfer, num_tokens: int, region_bytes: Sequence[int], peer: str
-    ) -> OutgoingTransfer:
+    ) -> SentTransfer:
         """Begin a checkpoint of a transfer to a peer, after `num_tokens` of its tokens.
 
         It leaves before what the transfer has still to send, and not before the consumer has let that in. Never
@@ -159,14 +152,29 @@ class Sender:
         """
         transfer_id = checkpoint_id(transfer.transfer_id, num_tokens)
         offer = replace(transfer.offer, regions=tuple(region_bytes), checkpoint=num_tokens)
-        queue = self._queues.get(peer)
-        if queue is None:
-            return OutgoingTransfer.failed(transfer_id, offer, f"{self.name} has no peer named {peer}")
-        checkpoint = queue.open(transfer_id, offer, transfer.service, transfer)
-        self._wake.set()
+        checkpoint = self._open(peer, transfer_id, offer, transfer.service, transfer)
         # Its place may still change, since it has nothing to send yet.
         checkpoint.place = order_of_checkpoint(transfer.place, checkpoint.place)
         return checkpoint
+
+    def _open(
+        self,
+        peer_key: str,
+        transfer_id: bytes,
+        offer: Offer,
+        service: TransferClass,
+        owner: OutgoingTransfer | None = None,
+    ) -> SentTransfer:
+        shared = self._queues.get(peer_key)
+        transfer = SentTransfer(shared, transfer_id, offer, service, owner)
+        if shared is None:
+            transfer.fail(f"{self.name} has no peer named {peer_key}")
+            return transfer
+        self._connect(peer_key)
+        with shared as queue:
+            queue.open(transfer, time.monotonic())
+        self._wake.set()
+        return transfer
 
     def ranks_of(self, instance: str) -> tuple[str, ...]:
         """The peers that are ranks of an instance, which a ticket names; its own name if there are none."""

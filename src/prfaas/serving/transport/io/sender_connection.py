@@ -16,7 +16,6 @@ from prfaas.serving.transport.io.sockets import (
     choose_congestion_control,
     packet_bytes,
     read_tcp_info,
-    receive_exactly,
     send_pieces,
     set_pacing,
     set_unsent_limit,
@@ -35,6 +34,7 @@ from prfaas.serving.transport.protocol.sealing import (
     SEALED_HEADER_BYTES,
     TAG_BYTES,
     ForgedFrameError,
+    Scratch,
     Sealing,
 )
 from prfaas.serving.transport.protocol.wire import (
@@ -42,7 +42,6 @@ from prfaas.serving.transport.protocol.wire import (
     HEADER_BYTES,
     UNCHECKED,
     FrameType,
-    Header,
     WireError,
     checksum_of,
     pack_header,
@@ -95,7 +94,7 @@ class SenderConnection:
         self._tls = tls
         self._sealing: Sealing | None = None
         self._options = options
-        self._buffer = bytearray()
+        self._buffer = Scratch()
         self._compressor = ChunkCompressor(time.thread_time) if queue.peer.compressed else None
         self._pace_bits_per_s: float | None = None
         self._sock: socket.socket | None = None
@@ -338,9 +337,7 @@ class SenderConnection:
                 self.queue.read_done(chunk)
 
     def _copied(self, chunk: Chunk) -> list[memoryview]:
-        if len(self._buffer) < chunk.nbytes:
-            self._buffer = bytearray(chunk.nbytes)
-        payload = memoryview(self._buffer)[: chunk.nbytes]
+        payload = self._buffer.of(chunk.nbytes)
         chunk.source.read_into(chunk.start - chunk.base, payload)
         return [payload]
 
@@ -398,33 +395,15 @@ class SenderConnection:
     def _read_answers(self, sock: socket.socket, window: InFlightWindow) -> None:
         opener = None if self._sealing is None else self._sealing.opener
         header_bytes, tag_bytes = (HEADER_BYTES, 0) if opener is None else (SEALED_HEADER_BYTES, TAG_BYTES)
-        buffer = bytearray(_READ_BYTES)
-        view = memoryview(buffer)
-        filled = 0
-        while True:
-            count = sock.recv_into(view[filled:])
-            if count == 0:
-                raise ConnectionEnded("connection ended")
-            filled += count
-            at = 0
-            while filled - at >= header_bytes:
-                raw: bytes | memoryview = view[at : at + header_bytes]
-                header = unpack_header(raw if opener is None else opener.open_header(raw))
-                at += header_bytes
+        # Buffered: many answers come at once, and each is short.
+        with sock.makefile("rb", _READ_BYTES) as answers:
+            while len(raw := answers.read(header_bytes)) == header_bytes:
+                header, payload = unpack_header(raw if opener is None else opener.open_header(raw)), b""
                 if header.length_bytes:
-                    payload = bytearray(header.length_bytes + tag_bytes)
-                    have = min(filled - at, len(payload))
-                    payload[:have] = view[at : at + have]
-                    at += have
-                    receive_exactly(sock, memoryview(payload)[have:])
-                    self._take_answer(
-                        window, header, payload if opener is None else opener.open_payload(payload)
-                    )
-                else:
-                    self._take_answer(window, header, b"")
-            buffer[: filled - at] = buffer[at:filled]
-            filled -= at
-
-    def _take_answer(self, window: InFlightWindow, header: Header, payload: bytes | bytearray) -> None:
-        with self.queue as queue:
-            queue.take_frame(window, header, payload, time.monotonic())
+                    payload = answers.read(header.length_bytes + tag_bytes)
+                    if len(payload) < header.length_bytes + tag_bytes:
+                        break
+                    payload = payload if opener is None else opener.open_payload(payload)
+                with self.queue as queue:
+                    queue.take_frame(window, header, payload, time.monotonic())
+        raise ConnectionEnded("connection ended")

@@ -1,4 +1,4 @@
-"""A peer queue as threads share it: the engine's calls, the waits of writers, and who is woken after each call."""
+"""A peer queue as threads share it: the waits of writers, who is woken after each call, and the engine's transfers."""
 
 import logging
 import time
@@ -23,7 +23,9 @@ class SharedQueue:
         """Without the lock, to read its properties."""
         self.peer = queue.peer
         self._lock = lock
-        self._ready, self._retry, self._quiet = (Condition(lock) for _ in range(3))
+        self._ready, self._retry = Condition(lock), Condition(lock)
+        self.quiet = Condition(lock)
+        """Woken when a source is no longer read, or a transfer is over."""
         self._work = self._quiets = 0
 
     def __enter__(self) -> PeerQueue:
@@ -40,54 +42,8 @@ class SharedQueue:
             self._retry.notify_all()
         if queue.quiets != self._quiets:
             self._quiets = queue.quiets
-            self._quiet.notify_all()
+            self.quiet.notify_all()
         self._lock.release()
-
-    # The engine
-
-    def open(
-        self,
-        transfer_id: bytes,
-        offer: Offer,
-        service: TransferClass = DEFAULT_CLASS,
-        owner: OutgoingTransfer | None = None,
-    ) -> OutgoingTransfer:
-        """As of the queue."""
-        with self as queue:
-            return queue.open(transfer_id, offer, service, owner, engine=self, now_s=time.monotonic())
-
-    def put(
-        self, transfer: OutgoingTransfer, region: int, offset: int, source: ChunkSource, *, urgent: bool
-    ) -> None:
-        """As `OutgoingTransfer.put`."""
-        with self as queue:
-            queue.put(transfer, region, offset, source, urgent=urgent)
-
-    def end(self, transfer: OutgoingTransfer) -> None:
-        """As `OutgoingTransfer.end`."""
-        with self as queue:
-            queue.end(transfer, time.monotonic())
-
-    def abort(self, transfer: OutgoingTransfer, reason: str) -> None:
-        """As `OutgoingTransfer.abort`."""
-        with self as queue:
-            queue.abort(transfer, reason, time.monotonic())
-
-    def await_quiescent(self, transfer: OutgoingTransfer, timeout_s: float) -> bool:
-        """As `OutgoingTransfer.await_quiescent`."""
-        with self._lock:
-            return self._quiet.wait_for(lambda: transfer.phase.terminal and not transfer.reading, timeout_s)
-
-    def recall(self, transfer: OutgoingTransfer, timeout_s: float) -> None:
-        """As `OutgoingTransfer.recall`."""
-        with self._lock:
-            recalled = dict(transfer.reading)
-            self._quiet.wait_for(lambda: recalled.keys().isdisjoint(transfer.reading), timeout_s)
-            for chunk in recalled.keys() & transfer.reading.keys():
-                # From here on the kernel takes nothing more of the chunk: its frame stays incomplete for ever.
-                recalled[chunk].shut()
-
-    # A connection's writer
 
     def unreachable(self, trouble: str, answer: PeerAnswer) -> None:
         """As of the queue; a new rejection is logged."""
@@ -117,3 +73,77 @@ class SharedQueue:
         """As of the queue."""
         with self as queue:
             return queue.read_done(chunk, time.monotonic(), error)
+
+
+class SentTransfer(OutgoingTransfer):
+    """The engine's handle of a transfer; thread-safe. Only `recall` and `await_quiescent` wait for the network.
+
+    1. `put` queues bytes as the prefill computes them; `end` says that the prefill has finished.
+    2. The transfer completes once all its bytes are acknowledged. The engine polls `phase`, which is cheap.
+    3. `abort` gives it up. After that, and after a failure, memory behind its sources may be reused only once
+       `await_quiescent` returns True.
+    """
+
+    def __init__(
+        self,
+        shared: SharedQueue | None,
+        transfer_id: bytes,
+        offer: Offer,
+        service: TransferClass = DEFAULT_CLASS,
+        owner: OutgoingTransfer | None = None,
+    ) -> None:
+        """`shared`: the peer's queue; None: there is no such peer, so it fails."""
+        super().__init__(transfer_id, offer, service, owner)
+        self._shared = shared
+
+    def put(self, region: int, offset: int, source: ChunkSource, *, urgent: bool = False) -> None:
+        """Queue all bytes of `source` for [offset, offset + source.nbytes) of `region`.
+
+        They leave in the order of `put`, but urgent ones before all others of the transfer. Ignored once it is over.
+
+        Raises:
+            ValueError: outside the region, or over bytes that were put already.
+        """
+        if self._shared is not None:
+            with self._shared as queue:
+                queue.put(self, region, offset, source, urgent=urgent)
+
+    def end(self) -> None:
+        """Report that the prefill has finished: END overtakes queued data and freezes `overlapped_bytes`. Idempotent.
+
+        The transfer completes when every byte of every region was put and acknowledged; missing bytes may still be
+        put after this.
+        """
+        if self._shared is not None:
+            with self._shared as queue:
+                queue.end(self, time.monotonic())
+
+    def abort(self, reason: str) -> None:
+        """Give up: the transfer is FAILED, its chunks are dropped, an ABORT goes to the consumer. Idempotent."""
+        if self._shared is not None:
+            with self._shared as queue:
+                queue.fail(self, reason, time.monotonic())
+
+    def recall(self, timeout_s: float) -> None:
+        """Wait until memory that sources have shown so far is no longer in use.
+
+        Call it after the sources have moved to other memory. A connection that still sends from the old one after
+        `timeout_s` is closed: its peer drops the incomplete chunk, which is read and sent again.
+        """
+        if self._shared is not None:
+            with self._shared.quiet:
+                recalled = dict(self.reading)
+                self._shared.quiet.wait_for(lambda: recalled.keys().isdisjoint(self.reading), timeout_s)
+                for chunk in recalled.keys() & self.reading.keys():
+                    # From here on the kernel takes nothing more of the chunk: its frame stays incomplete for ever.
+                    recalled[chunk].shut()
+
+    def await_quiescent(self, timeout_s: float) -> bool:
+        """Wait until the transfer is over and none of its sources is in use any more; False on timeout.
+
+        Only after True may the memory behind the sources of an aborted or failed transfer be reused.
+        """
+        if self._shared is None:
+            return True
+        with self._shared.quiet:
+            return self._shared.quiet.wait_for(lambda: self.phase.terminal and not self.reading, timeout_s)

@@ -19,7 +19,7 @@ import msgspec
 
 from prfaas.serving.transport.io.received_transfers import Arrival
 from prfaas.serving.transport.io.receiver import Receiver
-from prfaas.serving.transport.io.sockets import shut
+from prfaas.serving.transport.io.sockets import receive_exactly, shut
 from prfaas.serving.transport.io.staging_memory import StagingArena, mapped_memory
 from prfaas.serving.transport.protocol.options import ReceiverOptions
 from prfaas.serving.transport.protocol.staging import MappedArena, StagedRegions, StagedTransfer
@@ -95,21 +95,13 @@ def frame_of(sock: socket.socket) -> Frame:
 
     Raises:
         OSError: the other side is gone.
-        EOFError: it has closed the socket.
         ValueError: it sent something else.
     """
-    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-    return _DECODER.decode(_exactly(sock, length))
-
-
-def _exactly(sock: socket.socket, nbytes: int) -> bytes:
-    got = bytearray()
-    while len(got) < nbytes:
-        piece = sock.recv(nbytes - len(got))
-        if not piece:
-            raise EOFError
-        got += piece
-    return bytes(got)
+    head = bytearray(_LENGTH.size)
+    receive_exactly(sock, memoryview(head))
+    body = bytearray(*_LENGTH.unpack(head))
+    receive_exactly(sock, memoryview(body))
+    return _DECODER.decode(body)
 
 
 class LentTransfer(StagedRegions):
@@ -413,9 +405,9 @@ class SiblingStaging:
         try:
             while True:
                 self._take(rank, frame_of(sock))
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, ValueError) as error:
             if not self._closing:
-                logger.info("rank %d shares its staging no more: %s", rank, error or "it has ended")
+                logger.info("rank %d shares its staging no more: %s", rank, error)
         self._lose(rank)
 
     def _take(self, rank: int, frame: Frame) -> None:

@@ -12,21 +12,11 @@ import sys
 import termios
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 from prfaas.core.deployment import TransferLimits
 from prfaas.core.link.samples import ArrivalReport
 from prfaas.serving.transport.protocol.liveness import TcpInfo
-from prfaas.serving.transport.protocol.sealing import SEALED_HEADER_BYTES, TAG_BYTES, Sealing
-from prfaas.serving.transport.protocol.wire import (
-    HEADER_BYTES,
-    FrameType,
-    Header,
-    WireError,
-    parse_control,
-    unpack_header,
-)
 
 _TCP_INFO_BYTES = 232
 # Offsets into struct tcp_info: the layout only ever grows at its end.
@@ -110,16 +100,6 @@ _MAX_PACKET_BYTES = 64 << 10
 _MAX_PIECES = 1024
 
 
-class ByteStream(Protocol):
-    """The part of a blocking socket that a handshake uses."""
-
-    def sendall(self, data: bytes, /) -> None: ...
-
-    def recv_into(self, buffer: memoryview, nbytes: int = ..., flags: int = ..., /) -> int: ...
-
-    def settimeout(self, value: float | None, /) -> None: ...
-
-
 class ConnectionEnded(ConnectionError):
     """The peer closed the connection, or it was shut down on this side."""
 
@@ -151,11 +131,7 @@ def choose_congestion_control(sock: socket.socket, wanted: str | None) -> str:
     Returns:
         The congestion control that is in use.
     """
-    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES).ljust(
-        _TCP_INFO_BYTES, b"\x00"
-    )
-    least_rtt_s = int(_U32.unpack_from(raw, _MIN_RTT)[0]) / 1e6
-    if wanted is not None and least_rtt_s > LONG_PATH_RTT_S:
+    if wanted is not None and read_tcp_info(sock).least_rtt_s > LONG_PATH_RTT_S:
         # Where the kernel lacks it or forbids it the default serves, and the return value says so.
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, wanted.encode())
@@ -221,7 +197,7 @@ def set_unsent_limit(sock: socket.socket, nbytes: int | None) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes or 0)
 
 
-def receive_exactly(sock: ByteStream, view: memoryview, deadline_s: float | None = None) -> None:
+def receive_exactly(sock: socket.socket, view: memoryview, deadline_s: float | None = None) -> None:
     """Fill `view`.
 
     Args:
@@ -305,7 +281,7 @@ def drain(sock: socket.socket, deadline_s: float) -> None:
             limit(sock, deadline_s)
 
 
-def limit(sock: ByteStream, deadline_s: float) -> None:
+def limit(sock: socket.socket, deadline_s: float) -> None:
     """Let the next call on the socket end at `deadline_s`, by `time.monotonic`.
 
     Raises:
@@ -315,31 +291,6 @@ def limit(sock: ByteStream, deadline_s: float) -> None:
     if left_s <= 0:
         raise TimeoutError("the deadline has passed")
     sock.settimeout(left_s)
-
-
-def receive_control(
-    sock: ByteStream, deadline_s: float | None = None, max_bytes: int = 1 << 20
-) -> tuple[Header, dict[str, object]]:
-    """One whole control frame, during the handshake.
-
-    Args:
-        sock: a blocking socket.
-        deadline_s: see `receive_exactly`.
-        max_bytes: a longer payload is refused before it is read.
-
-    Raises:
-        WireError: it is not a control frame, or too long.
-        ConnectionEnded: the stream ends first.
-        OSError: the connection is broken, or the deadline has passed.
-    """
-    raw = bytearray(HEADER_BYTES)
-    receive_exactly(sock, memoryview(raw), deadline_s)
-    header = unpack_header(raw)
-    if header.length_bytes > max_bytes:
-        raise WireError(f"{header.kind.name} frame of {header.length_bytes} bytes has no place here")
-    payload = bytearray(header.length_bytes)
-    receive_exactly(sock, memoryview(payload), deadline_s)
-    return header, parse_control(header, payload)
 
 
 def send_pieces(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
@@ -363,27 +314,3 @@ def shut(sock: socket.socket) -> None:
     """Wake every thread blocked on the socket; harmless if it is gone already."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-
-
-class _AsyncBytes(Protocol):
-    async def readexactly(self, n: int, /) -> bytes: ...
-
-
-async def read_frame(reader: _AsyncBytes, sealing: Sealing | None = None) -> tuple[Header, Mapping[str, Any]]:
-    """The next control frame of an observer's connection; `sealing`: None where it is plain.
-
-    Raises:
-        WireError: it is none.
-        OSError, IncompleteReadError: the connection is lost.
-    """
-    if sealing is None:
-        header = unpack_header(await reader.readexactly(HEADER_BYTES))
-    else:
-        header = unpack_header(sealing.opener.open_header(await reader.readexactly(SEALED_HEADER_BYTES)))
-    if header.kind is FrameType.DATA:
-        raise WireError("an observer gets no DATA")
-    if sealing is None or header.length_bytes == 0:
-        payload = await reader.readexactly(header.length_bytes)
-    else:
-        payload = sealing.opener.open_payload(await reader.readexactly(header.length_bytes + TAG_BYTES))
-    return header, parse_control(header, payload)

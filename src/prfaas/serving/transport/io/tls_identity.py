@@ -36,28 +36,22 @@ class TlsIdentity:
         self.ca = ca
         self._lock = threading.Lock()
         self._seen = self._versions()
-        self._server, self._client, self._https = self._load()
+        self._loaded = self._load()
 
     def server_context(self) -> ssl.SSLContext:
         """For accepted connections: TLS 1.3 only, and the client must show a certificate. Not to be changed."""
-        with self._lock:
-            self._reload()
-            return self._server
+        return self._newest()[0]
 
     def client_context(self) -> ssl.SSLContext:
         """For connections to others: TLS 1.3 only, with this side's certificate. Not to be changed.
 
         It checks whom the peer's certificate comes from. The caller checks whose it is: `names_instance`.
         """
-        with self._lock:
-            self._reload()
-            return self._client
+        return self._newest()[1]
 
     def https_context(self) -> ssl.SSLContext:
         """The `client_context`, which also checks the host name in the peer's certificate."""
-        with self._lock:
-            self._reload()
-            return self._https
+        return self._newest()[2]
 
     def listening_context(self) -> ssl.SSLContext:
         """For a server that keeps one context for good: each handshake uses the files as they are then."""
@@ -69,16 +63,17 @@ class TlsIdentity:
         context.sni_callback = newest
         return context
 
-    def _reload(self) -> None:
-        try:
-            versions = self._versions()
-            if versions == self._seen:
-                return
-            self._seen = versions
-            self._server, self._client, self._https = self._load()
-        except TlsFileError as error:
-            # Files are replaced one after another: until they fit together, those in memory serve.
-            log.warning("changed TLS files are not used yet: %s", error)
+    def _newest(self) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
+        with self._lock:
+            try:
+                versions = self._versions()
+                if versions != self._seen:
+                    self._seen = versions
+                    self._loaded = self._load()
+            except TlsFileError as error:
+                # Files are replaced one after another: until they fit together, those in memory serve.
+                log.warning("changed TLS files are not used yet: %s", error)
+            return self._loaded
 
     def _versions(self) -> list[tuple[int, int, int]]:
         """Changes with each writing of a file."""
@@ -92,6 +87,7 @@ class TlsIdentity:
         return found
 
     def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
+        """Contexts for accepted connections, for connections to peers, and for HTTPS."""
         server, client, https = (
             ssl.SSLContext(protocol)
             for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_CLIENT)

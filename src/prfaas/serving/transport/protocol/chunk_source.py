@@ -17,7 +17,7 @@ class ChunkSource(Protocol):
         """Views of the memory that holds bytes [start, start + nbytes), in order, for sending without a copy.
 
         Called by several writer threads at once. The memory must not change until the writer has sent it, or
-        `OutgoingTransfer.recall` has returned.
+        `SentTransfer.recall` has returned.
 
         Returns:
             None: there is no such memory, or only in small pieces; use `read_into`.

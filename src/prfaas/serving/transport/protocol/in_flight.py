@@ -1,9 +1,8 @@
 """Control frames that wait for a connection, and the window of frames that a connection has in flight."""
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from prfaas.serving.transport.protocol.liveness import Liveness
 from prfaas.serving.transport.protocol.offer import Offer
@@ -37,7 +36,7 @@ class ControlJob:
         return owner is not None and owner.phase is SendPhase.OPENING and self.kind is FrameType.OPEN
 
 
-NOBODY = OutgoingTransfer.failed(NO_TRANSFER, Offer("", ()), "no transfer")
+NOBODY = OutgoingTransfer(NO_TRANSFER, Offer("", ()))
 """Stands for the transfer of frames that belong to none."""
 _FILLER_CHARS = 60_000
 FILLER = ControlJob(
@@ -136,12 +135,8 @@ class ControlQueue:
         self._jobs: deque[ControlJob] = deque()
 
     def open(self, transfer: OutgoingTransfer, frame: bytes) -> None:
-        """Announce a transfer with its OPEN frame."""
+        """Announce a transfer with its OPEN frame, or ask whether the consumer still knows it."""
         self._jobs.append(ControlJob(FrameType.OPEN, transfer, frame))
-
-    def resume(self, transfer: OutgoingTransfer) -> None:
-        """Ask whether the consumer still knows a transfer that it had accepted."""
-        self.open(transfer, transfer.open_frame(resume=True))
 
     def end(self, transfer: OutgoingTransfer) -> None:
         """Say that the prefill of the transfer has finished."""
@@ -171,15 +166,3 @@ class ControlQueue:
         """The transfer is over: drop what was to be said of it."""
         if any(job.transfer is transfer for job in self._jobs):
             self._jobs = deque(job for job in self._jobs if job.transfer is not transfer)
-
-
-def gauges_of(transfers: Collection[OutgoingTransfer], windows: Collection[InFlightWindow]) -> dict[str, Any]:
-    """Gauges of one peer's queue, as observers get them."""
-    pending_bytes = sum(transfer.waiting_bytes for transfer in transfers)
-    return {
-        "connections": len(windows),
-        "transfers": dict(Counter(transfer.phase.value for transfer in transfers)),
-        "queued_bytes": sum(chunk.nbytes for each in transfers for chunk in each.queued) - pending_bytes,
-        "pending_bytes": pending_bytes,
-        "in_flight_chunks": sum(len(window.chunks) for window in windows),
-    }

@@ -66,11 +66,28 @@ class ProducerSession:
 
     def same(self, other: "ProducerSession") -> bool:
         """True if both are the same run of the same producer."""
-        return self.key == other.key
+        return self is other or self.key == other.key
 
     def is_lost(self, now_s: float, resume_s: float) -> bool:
         """True if it has had no connection and no heartbeat for longer than `resume_s`."""
         return self.lost_at_s is not None and now_s - self.lost_at_s > resume_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerFrame:
+    """An OPEN, END or ABORT as it comes in."""
+
+    session: ProducerSession
+    connection: FrameSink
+    header: Header
+    body: Mapping[str, Any]
+    now_s: float
+    unix_s: float
+    """The world's time, which tickets expire by."""
+
+    @property
+    def transfer_id(self) -> bytes:
+        return self.header.transfer_id
 
 
 @dataclass(slots=True, eq=False)
@@ -399,23 +416,16 @@ class OpenCheck:
     """Gives the regions that the consumer expects."""
     options: ReceiverOptions
 
-    def transfer(
-        self,
-        session: ProducerSession,
-        transfer_id: bytes,
-        body: Mapping[str, Any],
-        now_s: float,
-        unix_s: float,
-    ) -> IncomingTransfer:
-        """The transfer that a producer opens at `now_s`, which is `unix_s` of the world, if its ticket allows it.
+    def transfer(self, frame: ProducerFrame) -> IncomingTransfer:
+        """The transfer that an OPEN opens, if its ticket allows it.
 
         Raises:
             ValueError: with the sentence to refuse the OPEN with.
         """
-        offer = read_body(Offer, body)
-        ticket = Ticket.unseal(offer.ticket, self.key, unix_s)
+        offer, session = read_body(Offer, frame.body), frame.session
+        ticket = Ticket.unseal(offer.ticket, self.key, frame.unix_s)
         whole_id = part_id(ticket.transfer_id, offer.part)
-        if checkpoint_id(whole_id, offer.checkpoint) != transfer_id:
+        if checkpoint_id(whole_id, offer.checkpoint) != frame.transfer_id:
             raise TicketError("ticket belongs to another transfer")
         if not _is_rank_of(self.name, ticket.consumer):
             raise TicketError(f"ticket names consumer {ticket.consumer}, this is {self.name}")
@@ -428,12 +438,12 @@ class OpenCheck:
         if offer.checkpoint:
             ticket = replace(ticket, num_tokens=offer.checkpoint, skip_tokens=0)
         transfer = IncomingTransfer(
-            *(replace(ticket, transfer_id=transfer_id), ours, session, now_s),
+            *(replace(ticket, transfer_id=frame.transfer_id), ours, session, frame.now_s),
             uncounted_regions=self.options.uncounted_regions,
             cached_tokens=offer.cached_tokens,
         )
         transfer.checkpoint_of = whole_id if offer.checkpoint else None
-        transfer.good_until_s = now_s + ticket.expires_at_s - unix_s
+        transfer.good_until_s = frame.now_s + ticket.expires_at_s - frame.unix_s
         return transfer
 
 

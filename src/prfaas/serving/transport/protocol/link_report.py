@@ -61,17 +61,19 @@ def _report(
     infos: Sequence[TcpInfo],
     totals: Mapping[str, float],
 ) -> LinkReport:
-    loads = [queue.load() for queue in queues]
+    transfers = [transfer for queue in queues for transfer in queue.transfers]
     least_rtt_s = min((info.least_rtt_s for info in infos if info.least_rtt_s > 0), default=0.0)
     # The round trip of an idle connection is out of date.
     at_work = [info.rtt_s for info in infos if info.notsent_bytes or info.in_flight]
     return LinkReport(
         pace_bits_per_s=pace_bits_per_s,
-        queued_bytes=sum(load.queued_bytes for load in loads),
-        waiting_bytes=sum(load.waiting_bytes for load in loads),
-        background_bytes=sum(load.background_bytes for load in loads),
-        open_bytes=sum(load.open_bytes for load in loads),
-        acked_bytes_total=sum(load.acked_bytes_total for load in loads),
+        queued_bytes=sum(each.put_bytes - each.acked_bytes for each in transfers),
+        waiting_bytes=sum(each.waiting_bytes for each in transfers),
+        background_bytes=sum(
+            each.put_bytes - each.acked_bytes for each in transfers if each.service.background
+        ),
+        open_bytes=sum(each.total_bytes - each.acked_bytes for each in transfers),
+        acked_bytes_total=sum(queue.acked_bytes for queue in queues),
         unsent_bytes=sum(info.notsent_bytes for info in infos),
         filled_connections=sum(info.notsent_bytes > 0 for info in infos),
         delivery_bits_per_s=sum(info.delivery_bits_per_s for info in infos),
@@ -82,10 +84,10 @@ def _report(
         resent_bytes_total=int(totals["resent_bytes"]),
         busy_s_total=totals["busy_s"],
         receiver_limited_s_total=totals["receiver_limited_s"],
-        connections_up=sum(load.connections_up for load in loads),
+        connections_up=sum(queue.connections_up for queue in queues),
         connections=sum(
             queue.peer.connections
-            for queue, load in zip(queues, loads, strict=True)
-            if load.connections_up or queue.busy or not queue.peer.on_demand
+            for queue in queues
+            if queue.connections_up or queue.busy or not queue.peer.on_demand
         ),
     )

@@ -103,53 +103,41 @@ class Liveness:
         self.path_s = self.engine_s = 0.0
 
 
-class ProducerLiveness:
-    """Silence of a producer's connection, while it has a transfer to finish: PINGs, and the end after their timeout."""
+@dataclass(slots=True)
+class ProducerLiveness(Liveness):
+    """Liveness of a producer's connection while it has a transfer to finish: PINGs, and the end after their timeout."""
 
-    def __init__(self) -> None:
-        self._silence = Liveness()
-        self._pings = self._pongs = 0
-        self._pinged_at_s = 0.0
-        self.received_bytes = 0
-        """By the kernel's counter, between the last two checks."""
-
-    @property
-    def path_s(self) -> float:
-        """How long the path has been silent."""
-        return self._silence.path_s
-
-    def rest(self) -> None:
-        """Start anew: nothing is expected of the producer."""
-        self._silence.rest()
+    new_bytes: int = 0
+    """Received between the last two checks, by the kernel's counter."""
+    pings: int = 0
+    pongs: int = 0
+    pinged_at_s: float = 0.0
 
     def heard(self, number: int) -> None:
         """Take the PONG of a PING."""
-        self._pongs = max(self._pongs, min(number, self._pings))
+        self.pongs = max(self.pongs, min(number, self.pings))
 
-    def look(
+    def check(
         self, info: TcpInfo, now_s: float, elapsed_s: float, limits: TransferLimits, *, inside_frame: bool
     ) -> "str | int":
-        """Compare the kernel's counters with those of the previous check, `elapsed_s` ago.
+        """`look`, `elapsed_s` after the previous check.
 
         Returns:
             Why the connection is to be closed; or the number of the PING to send, 0: none.
         """
-        silence, spare_s = self._silence, heartbeat_period_s(limits.silence_s)
-        before = silence.bytes_received
-        silence.look(info, elapsed_s, asked=self._pongs < self._pings, spare_s=spare_s)
-        self.received_bytes = info.bytes_received - before
-        if silence.path_s > path_timeout_s(limits.silence_s):
-            return f"nothing has come back from it for {silence.path_s:.1f} s"
-        if silence.engine_s > limits.progress_deadline_s:
+        spare_s, before = heartbeat_period_s(limits.silence_s), self.bytes_received
+        self.look(info, elapsed_s, asked=self.pongs < self.pings, spare_s=spare_s)
+        self.new_bytes = info.bytes_received - before
+        if self.path_s > path_timeout_s(limits.silence_s):
+            return f"nothing has come back from it for {self.path_s:.1f} s"
+        if self.engine_s > limits.progress_deadline_s:
             inside = ", inside a frame" if inside_frame else ""
-            return (
-                f"its machine acknowledges, its engine has sent nothing for {silence.engine_s:.1f} s{inside}"
-            )
-        if silence.engine_s < spare_s or now_s - self._pinged_at_s < spare_s:
+            return f"its machine acknowledges, its engine has sent nothing for {self.engine_s:.1f} s{inside}"
+        if self.engine_s < spare_s or now_s - self.pinged_at_s < spare_s:
             return 0
-        self._pinged_at_s = now_s
-        self._pings += 1
-        return self._pings
+        self.pinged_at_s = now_s
+        self.pings += 1
+        return self.pings
 
 
 def _longer(silent_s: float, elapsed_s: float, alive: bool, awaited: bool, spare_s: float) -> float:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,23 +14,18 @@ from prfaas.serving.transport.protocol.in_flight import (
     ControlJob,
     ControlQueue,
     InFlightWindow,
-    gauges_of,
 )
 from prfaas.serving.transport.protocol.liveness import TcpInfo, heartbeat_period_s
-from prfaas.serving.transport.protocol.offer import Offer
 from prfaas.serving.transport.protocol.options import Peer, SenderOptions
 from prfaas.serving.transport.protocol.outgoing import (
     Carrier,
     Chunk,
     OutgoingTransfer,
     PeerAnswer,
-    QueueLoad,
     SendPhase,
-    TransferQueue,
 )
 from prfaas.serving.transport.protocol.pacing import LinkPacer
 from prfaas.serving.transport.protocol.peer_liveness import PeerLiveness
-from prfaas.serving.transport.protocol.ticket import DEFAULT_CLASS, TransferClass
 from prfaas.serving.transport.protocol.wire import (
     END_REGION,
     FrameType,
@@ -48,7 +43,7 @@ _ALL = 1 << 20
 class PeerQueue:
     """Queue that one peer's connections pull from, with the state of the peer's transfers.
 
-    1. The engine calls `open`, then `put`, `end` or `abort`.
+    1. The engine calls `open`, then `put`, `end` or `fail`.
     2. A connection that is up calls `connected`, then `next_job` again and again, and `read_done` after each chunk.
     3. What comes over it goes to `take_frame`.
     4. After a loss, `disconnected` queues the unanswered frames again. `apply_deadlines` is called while it is `busy`.
@@ -85,6 +80,20 @@ class PeerQueue:
         return bool(self._transfers)
 
     @property
+    def transfers(self) -> Collection[OutgoingTransfer]:
+        """The open ones."""
+        return self._transfers.values()
+
+    @property
+    def acked_bytes(self) -> int:
+        """Acknowledged since the start; only grows."""
+        return self._counters["acked_bytes"]
+
+    @property
+    def connections_up(self) -> int:
+        return len(self._windows)
+
+    @property
     def rejection(self) -> str:
         """Why the peer rejects this side; empty if it does not."""
         return "" if self._windows else self._rejection
@@ -101,34 +110,22 @@ class PeerQueue:
 
     # The engine's calls
 
-    def open(
-        self,
-        transfer_id: bytes,
-        offer: Offer,
-        service: TransferClass = DEFAULT_CLASS,
-        owner: OutgoingTransfer | None = None,
-        *,
-        engine: TransferQueue,
-        now_s: float,
-    ) -> OutgoingTransfer:
-        """Begin a transfer, or a checkpoint of `owner`. One that cannot be opened is FAILED, with the reason.
-
-        `engine`: by which the engine uses this queue.
-        """
-        transfer = OutgoingTransfer(engine, transfer_id, offer, now_s, service, next(self._numbers))
-        transfer.owner = owner
+    def open(self, transfer: OutgoingTransfer, now_s: float) -> None:
+        """Begin a transfer. One that cannot be opened is FAILED, with the reason."""
         try:
             frame = transfer.open_frame()
+            reason = "the sender is closed" if self.closing else self.rejection
         except WireError as error:
-            return OutgoingTransfer.failed(transfer_id, offer, str(error))
-        reason = "the sender is closed" if self.closing else self.rejection
-        if transfer_id in self._transfers:
+            reason = str(error)
+        if transfer.transfer_id in self._transfers:
             reason = "this transfer is open already"
         if reason:
-            return OutgoingTransfer.failed(transfer_id, offer, reason)
+            transfer.fail(reason)
+            return
+        transfer.begin(now_s, next(self._numbers))
         if not self._transfers:
             self._liveness.begin(now_s)
-        self._transfers[transfer_id] = transfer
+        self._transfers[transfer.transfer_id] = transfer
         self._filler_frames = 0
         self._counters["opened"] += 1
         self._controls.open(transfer, frame)
@@ -136,13 +133,20 @@ class PeerQueue:
         # All: from now on each connection also sends its heartbeats.
         self.ready = _ALL
         self.work += 1
-        return transfer
 
     def put(
         self, transfer: OutgoingTransfer, region: int, offset: int, source: ChunkSource, *, urgent: bool
     ) -> None:
-        """Queue bytes of a transfer, as `OutgoingTransfer.put`."""
-        end = offset + source.nbytes
+        """Queue all bytes of `source` for [offset, offset + source.nbytes) of `region`; urgent ones leave first.
+
+        Raises:
+            ValueError: outside the region, or over bytes that were put already.
+        """
+        end, sizes = offset + source.nbytes, transfer.region_bytes
+        if not 0 <= region < len(sizes):
+            raise ValueError(f"region {region} is not one of the {len(sizes)} announced")
+        if offset < 0 or end > sizes[region]:
+            raise ValueError(f"bytes {offset}..{end} lie outside region {region} of {sizes[region]} bytes")
         if transfer.phase.terminal or end == offset:
             return
         if transfer.coverage[region].overlap_bytes(offset, end):
@@ -155,7 +159,7 @@ class PeerQueue:
         self.ready += 1 + chunk.nbytes // self._options.min_chunk_bytes
 
     def end(self, transfer: OutgoingTransfer, now_s: float) -> None:
-        """Record the end of the prefill, as `OutgoingTransfer.end`."""
+        """Record the end of a prefill: its END overtakes queued data; missing bytes may still be put. Idempotent."""
         if transfer.phase.terminal or transfer.ended:
             return
         transfer.ends(now_s, self._pacer.pace_bits_per_s or _UNPACED_BITS_PER_S)
@@ -163,10 +167,6 @@ class PeerQueue:
         if transfer.phase is SendPhase.SENDING:
             self._controls.end(transfer)
             self.ready += 1
-
-    def abort(self, transfer: OutgoingTransfer, reason: str, now_s: float) -> None:
-        """Give a transfer up, as `OutgoingTransfer.abort`."""
-        self._fail(transfer, reason, now_s)
 
     def fill(self, nbytes: int, now_s: float) -> None:
         """Send about `nbytes` of filler, unless transfers are open; the next transfer ends it."""
@@ -182,7 +182,7 @@ class PeerQueue:
         window.sent_at_s = now_s
         for transfer in self._transfers.values() if not self._windows else ():
             if transfer.phase is SendPhase.SENDING:
-                self._controls.resume(transfer)
+                self._controls.open(transfer, transfer.open_frame(resume=True))
         self._windows.append(window)
         self._liveness.connected()
         self._rejection = self._trouble = ""
@@ -218,7 +218,7 @@ class PeerQueue:
         if answer is PeerAnswer.REJECTED:
             self._rejection = trouble
             for transfer in list(self._transfers.values()):
-                self._fail(transfer, trouble, now_s)
+                self.fail(transfer, trouble, now_s)
         elif answer is PeerAnswer.CLOSED:
             # The engine that rejected this side has ended; the next one may be another.
             self._rejection = ""
@@ -249,7 +249,7 @@ class PeerQueue:
         transfer = chunk.transfer
         del transfer.reading[chunk]
         if error:
-            self._fail(transfer, error, now_s)
+            self.fail(transfer, error, now_s)
         self.quiets += 1
         return not transfer.phase.terminal
 
@@ -303,7 +303,7 @@ class PeerQueue:
             return
         self._counters["resent_chunks"] += 1
         if chunk.resends >= self._options.max_resends:
-            self._fail(chunk.transfer, f"a chunk arrived damaged {chunk.resends + 1} times", now_s)
+            self.fail(chunk.transfer, f"a chunk arrived damaged {chunk.resends + 1} times", now_s)
         else:
             # A copy: the writer may still use the damaged chunk.
             self._schedule.add(replace(chunk, resends=chunk.resends + 1))
@@ -327,7 +327,7 @@ class PeerQueue:
         reason = f"{self.peer.name} {what}: {text_field(body, 'reason')}"
         transfer = self._answered(header)
         if transfer is not None:
-            self._fail(transfer, reason, now_s, notify_peer=False)
+            self.fail(transfer, reason, now_s, notify_peer=False)
 
     # The supervisor's calls
 
@@ -338,25 +338,29 @@ class PeerQueue:
             window.trouble = silent.get(window.connection, window.trouble)
         open_now = self._transfers.values()
         for transfer, reason in self._liveness.overdue(now_s, open_now, bool(self._windows), self._trouble):
-            self._fail(transfer, reason, now_s)
+            self.fail(transfer, reason, now_s)
         return silent
 
     def close(self, now_s: float) -> None:
         """Fail unfinished transfers and let every connection end."""
         self.closing = True
         for transfer in list(self._transfers.values()):
-            self._fail(transfer, "the sender shuts down", now_s)
+            self.fail(transfer, "the sender shuts down", now_s)
         self.ready = _ALL
-
-    def load(self) -> QueueLoad:
-        """The queue's load; cheap enough for ten calls a second."""
-        return QueueLoad.of(self._transfers.values(), self._counters["acked_bytes"], len(self._windows))
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as observers get them."""
-        gauges = gauges_of(self._transfers.values(), self._windows)
-        counters = {name: self._counters[name] for name in _COUNTED}
-        return gauges | {"trouble": self._rejection or self._trouble} | counters
+        transfers = self._transfers.values()
+        pending_bytes = sum(transfer.waiting_bytes for transfer in transfers)
+        return {
+            "connections": len(self._windows),
+            "transfers": dict(Counter(transfer.phase.value for transfer in transfers)),
+            "queued_bytes": sum(chunk.nbytes for each in transfers for chunk in each.queued) - pending_bytes,
+            "pending_bytes": pending_bytes,
+            "in_flight_chunks": sum(len(window.chunks) for window in self._windows),
+            "trouble": self._rejection or self._trouble,
+            **{name: self._counters[name] for name in _COUNTED},
+        }
 
     def _answered(self, header: Header) -> OutgoingTransfer | None:
         for other in self._windows:
@@ -367,23 +371,24 @@ class PeerQueue:
         done = transfer.end_acked and transfer.acked_bytes == transfer.total_bytes
         if done and not transfer.phase.terminal:
             self._counters["completed"] += 1
-            self._finish(transfer, SendPhase.COMPLETE, now_s)
+            transfer.phase = SendPhase.COMPLETE
+            self._finish(transfer, now_s)
 
-    def _fail(
+    def fail(
         self, transfer: OutgoingTransfer, reason: str, now_s: float, *, notify_peer: bool = True
     ) -> None:
+        """Give a transfer up: its chunks are dropped, an ABORT goes to the consumer. Idempotent."""
         if transfer.phase.terminal:
             return
-        transfer.reason = reason
+        transfer.fail(reason)
         self._counters["failed"] += 1
-        self._finish(transfer, SendPhase.FAILED, now_s)
+        self._finish(transfer, now_s)
         if notify_peer:
             self._controls.abort(transfer)
             self.ready += 1
 
-    def _finish(self, transfer: OutgoingTransfer, phase: SendPhase, now_s: float) -> None:
-        """Forget everything about the transfer, so that its sources are not kept alive."""
-        transfer.phase = phase
+    def _finish(self, transfer: OutgoingTransfer, now_s: float) -> None:
+        """Forget everything about a transfer that is over, so that its sources are not kept alive."""
         del self._transfers[transfer.transfer_id]
         transfer.queued.clear()
         self._controls.forget(transfer)

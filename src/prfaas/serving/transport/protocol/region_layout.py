@@ -143,29 +143,23 @@ def expected_regions(layout: TransferLayout, ticket: Ticket, offer: Offer, produ
     return tuple(regions.region_bytes(ticket.num_tokens, ticket.skip_tokens))
 
 
-def usable_tokens(
-    layout: TransferLayout,
-    ticket: Ticket,
-    covered_end: Callable[[int, int], int],
-    checkpoints: Collection[int] = (),
-) -> int:
-    """Usable tokens of a ticket's partial transfer, as `DivisibleLayout.usable_tokens`; 0 for other layouts.
-
-    Each transfer of a ticket may have broken elsewhere: the engine resumes from the tokens that all of them have.
-    """
-    regions = layout.of_transfer(ticket.transfer_id) if isinstance(layout, LayoutsByPeer) else layout
-    if not isinstance(regions, DivisibleLayout):
-        return 0
-    return regions.usable_tokens(ticket.num_tokens, ticket.skip_tokens, covered_end, checkpoints)
-
-
 def resume_points(
     layout: TransferLayout,
     ticket: Ticket,
     covered_end: Callable[[int, int], int],
     checkpoints: Collection[int] = (),
 ) -> ResumePoints:
-    """Resume points of a partial transfer, by `usable_tokens` with all checkpoints and with each alone."""
-    tokens = usable_tokens(layout, ticket, covered_end, checkpoints)
-    ends = (end for end in sorted(checkpoints) if usable_tokens(layout, ticket, covered_end, [end]) == end)
-    return ResumePoints(tokens, tuple(ends))
+    """Resume points of a ticket's partial transfer: with all `checkpoints`, and with each alone.
+
+    Each transfer of a ticket may have broken elsewhere: the engine resumes from points that all of them have.
+    """
+    regions = layout.of_transfer(ticket.transfer_id) if isinstance(layout, LayoutsByPeer) else layout
+    if not isinstance(regions, DivisibleLayout):
+        return ResumePoints()
+
+    def usable(there: Collection[int]) -> int:
+        return regions.usable_tokens(ticket.num_tokens, ticket.skip_tokens, covered_end, there)
+
+    return ResumePoints(
+        usable(checkpoints), tuple(end for end in sorted(checkpoints) if usable([end]) == end)
+    )

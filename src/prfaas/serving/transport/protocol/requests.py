@@ -196,7 +196,7 @@ PoolOrder = CopyOrder | PullOrder | FollowOrder
 ORDERS: dict[FrameType, type[PoolOrder]] = {each.kind: each for each in (CopyOrder, PullOrder, FollowOrder)}
 """What a frame of a kind orders."""
 
-_ANSWERS = {
+ANSWERS = {
     FrameType.COPY: FrameType.COPIED,
     FrameType.PULL: FrameType.PULLED,
     FrameType.FOLLOW: FrameType.EVENTS,
@@ -217,7 +217,7 @@ class PeerRequest:
     def answer(self, answer: CopyResult | PullAnswer | FollowedEvents) -> None:
         """Send the answer, without waiting; thread-safe."""
         told = msgspec.structs.replace(answer, reason=answer.reason[:_MOST_TEXT_CHARS])
-        self.post(pack_control(_ANSWERS[self.order.kind], self.transfer_id, body_of(told)))
+        self.post(pack_control(ANSWERS[self.order.kind], self.transfer_id, body_of(told)))
 
     def refuse(self, reason: str) -> None:
         """Answer that nothing will be done; thread-safe."""

@@ -57,13 +57,14 @@ class _KeyChain:
         self._count = 0
 
 
-class _Room:
+class Scratch:
     """Memory that is used again, and grows."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def of(self, nbytes: int) -> memoryview:
+        """`nbytes` of it, until the next call."""
         if len(self._bytes) < nbytes:
             self._bytes = bytearray(nbytes)
         return memoryview(self._bytes)[:nbytes]
@@ -75,8 +76,8 @@ class FrameSealer:
     def __init__(self, secret: bytes) -> None:
         """`secret`: of this direction, 32 bytes that are used for nothing else."""
         self._keys = _KeyChain(secret)
-        self._plain = _Room()
-        self._sealed = _Room()
+        self._plain = Scratch()
+        self._sealed = Scratch()
 
     def seal(self, frame: bytes | memoryview) -> bytes:
         """A whole frame with a short payload or none."""
@@ -121,7 +122,7 @@ class FrameOpener:
         """`secret`: of this direction, the one that the peer seals with."""
         self._keys = _KeyChain(secret)
         self._header = b""
-        self._plain = _Room()
+        self._plain = Scratch()
 
     def open_header(self, sealed: bytes | bytearray | memoryview) -> bytes:
         """The 56 bytes of a header, from 72 sealed ones.

@@ -182,32 +182,6 @@ class Ticket:
             if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
                 raise TicketError(f"ticket's {field} must have 1 to {MAX_NAME_BYTES} bytes")
 
-    @classmethod
-    def issue(
-        cls,
-        *,
-        transfer_id: bytes,
-        producer: str,
-        consumer: str,
-        num_tokens: int,
-        skip_tokens: int,
-        prompt_digest: bytes,
-        lifetime_s: float,
-        now_s: float,
-        attributes: TransferAttributes = PLAIN,
-    ) -> Self:
-        """A new ticket, good until `now_s + lifetime_s`. `transfer_id`: 16 random bytes."""
-        return cls(
-            transfer_id=transfer_id,
-            producer=producer,
-            consumer=consumer,
-            num_tokens=num_tokens,
-            skip_tokens=skip_tokens,
-            prompt_digest=prompt_digest,
-            expires_at_s=now_s + lifetime_s,
-            attributes=attributes,
-        )
-
     def seal(self, key: bytes) -> str:
         """Seal it into opaque base64url text (no padding), the inverse of `unseal` with the same key."""
         body = msgspec.msgpack.encode(self)

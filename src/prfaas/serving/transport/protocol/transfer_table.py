@@ -16,6 +16,7 @@ from prfaas.serving.transport.protocol.incoming import (
     FrameSink,
     IncomingTransfer,
     OpenCheck,
+    ProducerFrame,
     ProducerSession,
 )
 from prfaas.serving.transport.protocol.options import ReceiverOptions
@@ -183,7 +184,7 @@ class TransferTable:
        or `aborted` (`take_frame`), and at last `disconnected`.
     2. `_admit` gives staging to waiting transfers, whenever some becomes free.
     3. The engine polls `state`, then calls `take` once for the complete transfer, or `drop` if it gives up. A transfer
-       that is still `arriving` can be lent to it.
+       that has its staging can be lent to it.
     4. Observers `watch` transfers: each new phase is posted to them. `sweep` applies the deadlines.
     """
 
@@ -199,7 +200,7 @@ class TransferTable:
         self._waiting: deque[IncomingTransfer] = deque()
         self._tombstones = Tombstones(options.max_tombstones)
         self._partials = PartialTransfers(layout, options.keep_partial_s, self._tombstones)
-        self._watchers = Watchers()
+        self.watchers = Watchers()
         self._sessions: dict[tuple[str, str], ProducerSession] = {}
         self._counters: Counter[str] = Counter()
 
@@ -237,61 +238,43 @@ class TransferTable:
 
     # Frames of a producer
 
-    def take_frame(
-        self,
-        session: ProducerSession,
-        connection: FrameSink,
-        header: Header,
-        body: Mapping[str, Any],
-        *,
-        now_s: float,
-        unix_s: float,
-    ) -> None:
-        """Take an OPEN, END or ABORT of a producer; `unix_s`: the world's time now, which tickets expire by.
+    def take_frame(self, frame: ProducerFrame) -> None:
+        """Take an OPEN, END or ABORT of a producer.
 
         Raises:
             WireError: no honest producer would send it.
         """
-        if header.kind is FrameType.OPEN:
-            self._open(session, connection, header, body, now_s=now_s, unix_s=unix_s)
-        elif header.kind is FrameType.END:
-            self._end(session, connection, header, body, now_s)
+        if frame.header.kind is FrameType.OPEN:
+            self._open(frame)
+        elif frame.header.kind is FrameType.END:
+            self._end(frame)
         else:
-            self._aborted(session, header, body, now_s)
+            self._aborted(frame)
 
-    def _open(
-        self,
-        session: ProducerSession,
-        connection: FrameSink,
-        header: Header,
-        body: Mapping[str, Any],
-        *,
-        now_s: float,
-        unix_s: float,
-    ) -> None:
+    def _open(self, frame: ProducerFrame) -> None:
         """Accept, queue for staging, or refuse with a sentence."""
-        transfer_id, resumes = header.transfer_id, body.get("resume") is True
+        transfer_id, resumes, now_s = frame.transfer_id, frame.body.get("resume") is True, frame.now_s
         live = self._transfers.get(transfer_id)
         over = self._tombstones.get(transfer_id)
-        known = live if live is not None and live.session.same(session) else None
+        known = live if live is not None and live.session.same(frame.session) else None
         whole = resumes and live is None and over is not None and over.phase is TransferPhase.COMPLETE
         if known is not None or whole:
             # Sent again after a lost connection; one that waits for staging is answered when it is admitted.
             if known is None or known.phase is not TransferPhase.WAITING:
-                connection.post(pack_control(FrameType.ACCEPT, transfer_id))
+                frame.connection.post(pack_control(FrameType.ACCEPT, transfer_id))
             return
         try:
             if resumes and live is None and over is None:
                 raise WireError(f"{self._name} does not know the transfer: it was restarted")
             if live is not None or over is not None:
                 raise WireError("this transfer id was used already")
-            transfer = self._open_check.transfer(session, transfer_id, body, now_s, unix_s)
+            transfer = self._open_check.transfer(frame)
             self._check_room(transfer)
         except ValueError as error:
-            self._counters["refused"] += not body.get("checkpoint")
-            connection.post(refuse(transfer_id, str(error)))
+            self._counters["refused"] += not frame.body.get("checkpoint")
+            frame.connection.post(refuse(transfer_id, str(error)))
             if live is None and over is None and not isinstance(error, ForeignTicketError):
-                self.report(transfer_id, TransferStatus.refused(str(error)), now_s, was_here=False)
+                self.report(transfer_id, TransferStatus.refused(str(error)), frame.now_s, was_here=False)
             return
         self._counters["opened"] += transfer.checkpoint_of is None
         self._transfers[transfer_id] = transfer
@@ -300,7 +283,7 @@ class TransferTable:
         if transfer.phase is TransferPhase.WAITING and transfer.checkpoint_of is not None:
             self._fail(transfer, "no staging is free for a checkpoint", now_s)
         elif transfer.phase is TransferPhase.WAITING:
-            self._watchers.notify(transfer_id, transfer.status())
+            self.watchers.notify(transfer_id, transfer.status())
 
     def _check_room(self, transfer: IncomingTransfer) -> None:
         self._checkpoints.check(transfer)
@@ -322,7 +305,7 @@ class TransferTable:
             transfer.accept(lease, now_s)
             transfer_id = transfer.ticket.transfer_id
             transfer.session.post(pack_control(FrameType.ACCEPT, transfer_id))
-            self._watchers.notify(transfer_id, transfer.status())
+            self.watchers.notify(transfer_id, transfer.status())
 
     def _next(self, now_s: float) -> tuple[IncomingTransfer, StagingLease] | None:
         passes = False
@@ -387,8 +370,8 @@ class TransferTable:
             # Complete before the ACK, so that a transfer is complete here when its producer says so.
             self._complete_if_done(transfer, now_s)
             place.connection.post(ack(header))
-            if transfer.becomes_soon(self._watchers.lead_s(header.transfer_id), now_s):
-                self._watchers.notify(header.transfer_id, transfer.status())
+            if transfer.becomes_soon(self.watchers.lead_s(header.transfer_id), now_s):
+                self.watchers.notify(header.transfer_id, transfer.status())
         else:
             self._counters["checksum_failures"] += 1
             place.connection.post(nack(header))
@@ -399,23 +382,17 @@ class TransferTable:
             place.transfer.unpin(place, verified=False, now_s=now_s)
             self.admit(now_s)
 
-    def _end(
-        self,
-        session: ProducerSession,
-        connection: FrameSink,
-        header: Header,
-        body: Mapping[str, Any],
-        now_s: float,
-    ) -> None:
+    def _end(self, frame: ProducerFrame) -> None:
         """The prefill is over at the producer; chunks may still be on their way."""
-        total = count_field(body, "total_bytes", MAX_TRANSFER_BYTES)
-        overlapped = count_field(body, "overlapped_bytes", MAX_TRANSFER_BYTES)
+        header, now_s = frame.header, frame.now_s
+        total = count_field(frame.body, "total_bytes", MAX_TRANSFER_BYTES)
+        overlapped = count_field(frame.body, "overlapped_bytes", MAX_TRANSFER_BYTES)
         transfer = self._transfers.get(header.transfer_id)
         if transfer is None:
-            connection.post(self._tombstones.answer(header))
+            frame.connection.post(self._tombstones.answer(header))
             return
-        if not transfer.session.same(session):
-            raise WireError(f"{session.name} sent END of another producer's transfer")
+        if not transfer.session.same(frame.session):
+            raise WireError(f"{frame.session.name} sent END of another producer's transfer")
         if total != transfer.total_bytes or overlapped > total:
             reason = f"END says {overlapped} of {total} bytes, the transfer has {transfer.total_bytes}"
             self._fail(transfer, reason, now_s)
@@ -424,21 +401,19 @@ class TransferTable:
             transfer.end(overlapped)
             transfer.session.progressed_at_s = now_s
         self._complete_if_done(transfer, now_s)
-        connection.post(ack(header))
+        frame.connection.post(ack(header))
 
-    def _aborted(
-        self, session: ProducerSession, header: Header, body: Mapping[str, Any], now_s: float
-    ) -> None:
-        reason = text_field(body, "reason")
-        transfer = self._transfers.get(header.transfer_id)
-        if transfer is None and self._tombstones.get(header.transfer_id) is None:
+    def _aborted(self, frame: ProducerFrame) -> None:
+        reason = f"producer aborted: {text_field(frame.body, 'reason')}"
+        transfer = self._transfers.get(frame.transfer_id)
+        if transfer is None and self._tombstones.get(frame.transfer_id) is None:
             # It replaces its OPEN, or has overtaken it on another connection.
-            status = TransferStatus.refused(f"producer aborted: {reason}")
-            self.report(header.transfer_id, status, now_s, was_here=False)
+            status = TransferStatus.refused(reason)
+            self.report(frame.transfer_id, status, frame.now_s, was_here=False)
         # An ABORT that crossed the last byte changes nothing.
-        if transfer is None or not transfer.session.same(session) or transfer.phase.terminal:
+        if transfer is None or not transfer.session.same(frame.session) or transfer.phase.terminal:
             return
-        self._fail(transfer, f"producer aborted: {reason}", now_s, notify_producer=False, how="broken")
+        self._fail(transfer, reason, frame.now_s, notify_producer=False, how="broken")
 
     # Observers
 
@@ -446,15 +421,7 @@ class TransferTable:
         """Send the present status, if there is one, each later phase, and a notice `lead_s` before the end."""
         if (transfer := self._transfers.get(transfer_id)) is not None:
             transfer.becomes_soon(lead_s, now_s)
-        self._watchers.add(connection, transfer_id, self._status(transfer_id), lead_s)
-
-    def is_watching(self, connection: FrameSink, transfer_id: bytes) -> bool:
-        """True until the final phase was sent."""
-        return self._watchers.has(connection, transfer_id)
-
-    def unwatch(self, connection: FrameSink, transfer_ids: set[bytes]) -> None:
-        """Remove an observer's connection that is gone."""
-        self._watchers.remove(connection, transfer_ids)
+        self.watchers.add(connection, transfer_id, self._status(transfer_id), lead_s)
 
     # The engine
 
@@ -493,11 +460,6 @@ class TransferTable:
         self._counters["taken"] += 1
         return transfer.hand_over(on_free, broken_tokens)
 
-    def arriving(self, transfer_id: bytes) -> IncomingTransfer | None:
-        """A transfer that can be read while it arrives; None while it has no staging, or none any more."""
-        transfer = self._transfers.get(transfer_id)
-        return None if transfer is None or transfer.lease is None else transfer
-
     def drop(self, transfer_id: bytes, reason: str, now_s: float, *, keep: bool = False) -> None:
         """Give a transfer up: free its staging unless taken, notify the producer, refuse the id from now on.
 
@@ -516,10 +478,9 @@ class TransferTable:
         self, transfer_id: bytes, status: TransferStatus, now_s: float, *, was_here: bool = True
     ) -> None:
         """Record the final status of a transfer that was never admitted, or came by NIXL, and tell its watchers."""
-        self._tombstones.put(
-            transfer_id, status, now_s + self._options.tombstone_s, was_here=was_here
-        )
-        self._watchers.notify(transfer_id, status)
+        until_s = now_s + self._options.tombstone_s
+        self._tombstones.put(transfer_id, status, until_s, was_here=was_here)
+        self.watchers.notify(transfer_id, status)
 
     def sweep(self, now_s: float) -> None:
         """Apply every deadline."""
@@ -541,7 +502,7 @@ class TransferTable:
         while self._transfers:
             self._fail(next(iter(self._transfers.values())), f"{self._name} shuts down", now_s)
         self._partials.clear()
-        self._watchers.clear()
+        self.watchers.clear()
         self._sessions.clear()
 
     def stats(self) -> dict[str, Any]:
@@ -551,7 +512,7 @@ class TransferTable:
             **self._arena.gauges(),
             "transfers": {phase.value: phases[phase.value] for phase in TransferPhase},
             "tombstones": len(self._tombstones),
-            "watched": len(self._watchers),
+            "watched": len(self.watchers),
             "producer_sessions": len(self._sessions),
             **{name: self._counters[name] for name in _COUNTED},
         }
@@ -573,7 +534,7 @@ class TransferTable:
             else:
                 self._counters["completed"] += 1
                 self._checkpoints.mark_usable(transfer)
-                self._watchers.notify(transfer.ticket.transfer_id, transfer.status())
+                self.watchers.notify(transfer.ticket.transfer_id, transfer.status())
             self.admit(now_s)
 
     def _fail(
@@ -596,7 +557,7 @@ class TransferTable:
         if notify_producer and frame_of is not None:
             transfer.session.post(frame_of(transfer_id, reason))
         self._record_ended(transfer, now_s, taken=False)
-        self._watchers.notify(transfer_id, transfer.status())
+        self.watchers.notify(transfer_id, transfer.status())
         transfer.release()
         for checkpoint in self._checkpoints.under_way(transfer):
             self._fail(checkpoint, "the transfer that it is a checkpoint of has failed", now_s)
