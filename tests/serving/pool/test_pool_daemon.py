@@ -488,7 +488,7 @@ def test_a_client_that_reads_no_answers_is_not_read(tmp_path: Path) -> None:
                 asked += client.send(question * 10_000)
 
         def buffered(pool: PoolDaemon) -> int:
-            return max(len(each._received) for each in pool._connections)
+            return max(len(each.received) for each in pool._connections)
 
         most = daemon.in_loop(buffered)
         assert isinstance(most, int) and most <= MIB, f"{most} bytes wait, {asked} were sent"
@@ -584,7 +584,7 @@ def test_half_messages_of_many_are_bounded_together(tmp_path: Path, monkeypatch:
             one.sendall(half)
 
             def held(pool: PoolDaemon) -> int:
-                return sum(each.held_bytes for each in pool._connections)
+                return sum(len(each.received) for each in pool._connections)
 
             wait_until(lambda: daemon.in_loop(held) == len(half))
             with contextlib.suppress(OSError):

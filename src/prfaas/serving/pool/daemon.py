@@ -50,7 +50,6 @@ _BACKLOG = 128
 _MOST_CONNECTIONS = 512
 _MOST_HELD_BYTES = 256 << 20
 _MOST_LOST_SESSIONS = 64
-_ENGINE_BYTES = 8
 
 
 class PoolError(Exception):
@@ -137,8 +136,6 @@ class PoolDaemon:
     ) -> tuple[PageStore | None, StoreSession | None]:
         """Open a session, as `PoolHost.opened`."""
         async with self._opening:
-            if len(message.engine) != _ENGINE_BYTES:
-                raise ValueError(f"an engine is named by {_ENGINE_BYTES} bytes, not by {len(message.engine)}")
             if sum(lost == process for lost, _ in self._lost.values()) >= _MOST_LOST_SESSIONS:
                 raise ValueError(f"{_MOST_LOST_SESSIONS} sessions of this process ended without a goodbye")
             if message.geometry is not None and message.kind == "tool":
@@ -173,7 +170,7 @@ class PoolDaemon:
 
     def has_room(self) -> bool:
         """Whether messages that are not whole yet fit into memory, as `PoolHost.has_room`."""
-        return sum(each.held_bytes for each in self._connections) <= _MOST_HELD_BYTES
+        return sum(len(each.received) for each in self._connections) <= _MOST_HELD_BYTES
 
     def used(self) -> None:
         """Schedule deferred work, as `PoolHost.used`."""
@@ -188,17 +185,14 @@ class PoolDaemon:
     async def verified(self) -> Figures:
         """Verify every page, as `PoolHost.verified`: for one who asks at a time."""
         async with self._verifying:
-            return await self._verified()
-
-    async def _verified(self) -> Figures:
-        store = self.store
-        right = wrong = ssd_right = ssd_wrong = 0
-        if store is not None:
-            right, wrong = await verify_pages(store, list(store.memory.rows.values()))
-        if store is not None and store.ssd is not None:
-            counts: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-            store.ssd.verify(lambda *found: counts.put_nowait(found))
-            ssd_right, ssd_wrong = await counts.get()
+            store = self.store
+            right = wrong = ssd_right = ssd_wrong = 0
+            if store is not None:
+                right, wrong = await verify_pages(store, list(store.memory.rows.values()))
+            if store is not None and store.ssd is not None:
+                counts: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+                store.ssd.verify(lambda *found: counts.put_nowait(found))
+                ssd_right, ssd_wrong = await counts.get()
         return Figures(
             {
                 "right_pages": right,
@@ -305,21 +299,18 @@ class PoolDaemon:
             return
         connection.setblocking(False)
         try:
-            self._make_place()
+            if len(self._connections) >= _MOST_CONNECTIONS:
+                self._close_oldest()
             self._connections[PoolConnection(connection, self)] = None
         except (OSError, ValueError) as error:
             logger.warning("a connection was not accepted: %s", error)
             connection.close()
 
-    def _make_place(self) -> None:
-        """Have one connection less than the most, if need be without the oldest that is no engine's."""
-        if len(self._connections) < _MOST_CONNECTIONS:
-            return
-        others = (each for each in self._connections if each.session is None or each.session.kind == "tool")
-        oldest = next(others, None)
-        if oldest is None:
+    def _close_oldest(self) -> None:
+        others = [each for each in self._connections if each.session is None or each.session.kind == "tool"]
+        if not others:
             raise ValueError(f"{_MOST_CONNECTIONS} of engines are open")
-        oldest.close()
+        others[0].close()
 
     def _free_what_ended_processes_left(self) -> None:
         store = self.store
