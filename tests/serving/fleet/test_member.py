@@ -316,15 +316,17 @@ def test_a_watch_that_tells_without_end_leaves_the_loop_to_others() -> None:
     async def scene(etcd: MemoryEtcd, _clock: Time) -> list[Node]:
         (a,) = await fleet(etcd, "a")
         entry = Entry("/prfaas/test/decisions", b"x", 5, 5)
+        told, turns = asyncio.Event(), 0
 
         async def endless(_prefix: str, _first: int) -> AsyncIterator[Sequence[StoreChange]]:
+            nonlocal turns
+            turns = 0
             for _ in range(1000):
                 yield [StoreChange(entry.key, entry, entry.changed)]
             yield [StoreChange(entry.key, entry, entry.changed)] * 100_000
             told.set()
             await asyncio.Event().wait()
 
-        told, turns = asyncio.Event(), 0
         a.store.watch = endless  # type: ignore[method-assign]
         etcd.stop()
         await until(lambda: not a.member.is_connected)
