@@ -22,10 +22,10 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Instance
 from prfaas.core.scheduling.decision import Decision, Route
-from prfaas.serving.gateway.generation import decision_attributes
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestLog, TransferredBytes
-from prfaas.serving.gateway.ways.push import HopTrace, TransferSpec
+from prfaas.serving.gateway.ways.hops import HopTrace, TransferSpec
+from prfaas.serving.gateway.ways.preparing import decision_attributes
 from prfaas.serving.tracing import NO_TRACE
 from prfaas.serving.tracing.collector import TraceCollector
 from prfaas.serving.tracing.otel import OtelTracing

@@ -102,7 +102,7 @@ HTTP = {
     "serving/gateway/dialects.py": "orjson.loads",
     "serving/gateway/intake.py": "readany",
     "serving/gateway/prompts/tokenization.py": "msgspec.json.decode",
-    "serving/gateway/ways/pull.py": "orjson.loads",
+    "serving/gateway/ways/hops.py": "orjson.loads",
     "tools/http_client.py": "iter_any orjson.loads",
     "tools/replay/client.py": "iter_any",
 }

@@ -43,6 +43,8 @@ OF_ONE_USER = {
     "tools.emit.monitoring",
     # Asks ranks for what several parts of the plane hear; it is none of them.
     "serving.control.rank_stats",
+    # The whole way of a request, and nothing else: who reads the gateway begins there.
+    "serving.gateway.generation",
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
     # Rooms that are still to be taken apart: tools, lab.

@@ -76,7 +76,7 @@ def test_the_rate_is_that_of_the_file(tmp_path: Path) -> None:
     def taken(wanted: int) -> int:
         for number in range(wanted):
             try:
-                clients.take(bearer("k"))
+                clients.count(clients.take(bearer("k")))
             except ApiError as refused:
                 assert (
                     refused.status == 429
@@ -92,7 +92,28 @@ def test_the_rate_is_that_of_the_file(tmp_path: Path) -> None:
     now_s = 100.0
     assert taken(10) == 2
     for _ in range(10):
-        clients.take(bearer("f"))
+        clients.count(clients.take(bearer("f")))
+
+
+def test_who_sends_too_many_is_seen_by_operators(tmp_path: Path) -> None:
+    slow = {"slow": {"key_sha256": hashed("k"), "requests_per_s": 1e-3}}
+    config = GatewayConfig("127.0.0.1", 0, clients=write(tmp_path / "clients.yaml", slow))
+    key = {"x-api-key": "k"}
+
+    async def main() -> None:
+        async with running_world(tmp_path, gateway_config=config) as world:
+            asked = {"prompt": LONG[:20]}
+            answers = [await world.post("/v1/completions", asked, headers=key) for _ in range(2)]
+            assert [response.status for response, _ in answers] == [200, 429]
+            assert await world.metric('prfaas_gateway_refused_total{reason="rate"}') == 1
+            async with world.admin.get("/prfaas/requests") as listed:
+                assert [told["status"] for told in (await listed.json())["requests"]] == [429, 200]
+            # Lists of models are requests too.
+            async with world.client.get("/v1/models", headers=key) as response:
+                assert response.status == 429
+            await world.settled()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

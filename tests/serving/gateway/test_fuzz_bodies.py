@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mutations import mutated
 
-from prfaas.serving.gateway.bodies import OWNED_FIELDS, ApiError, decode_body, dump_body, error_body
-from prfaas.serving.gateway.intake import RequestParser
+from prfaas.serving.gateway.bodies import OWNED_FIELDS, ApiError, decode_body, error_body
+from prfaas.serving.gateway.intake import parsed_body
 from prfaas.serving.gateway.prompts.prompt import (
     Endpoint,
     answer_limit,
@@ -21,7 +21,7 @@ from prfaas.serving.gateway.prompts.prompt import (
     wants_usage,
     why_whole,
 )
-from prfaas.serving.gateway.prompts.request import unusual_fields
+from prfaas.serving.gateway.prompts.request import is_usual
 
 FUZZ = settings(max_examples=300, deadline=None)
 
@@ -71,14 +71,11 @@ bodies = mutated(BODIES) | st.dictionaries(st.sampled_from(FIELDS), values, max_
 )
 
 
-def parser() -> RequestParser:
-    current = SimpleNamespace(
-        model=SimpleNamespace(served_name="m", adapters=()),
-        gateway=SimpleNamespace(limits=SimpleNamespace(body_values=5000), media_domains=("a",)),
-        pd_clusters=(SimpleNamespace(hardware="cpu"),),
-    )
-    running = SimpleNamespace(current=current)
-    return RequestParser(SimpleNamespace(running=running, json_threads=None))  # type: ignore[arg-type]
+DEPLOYMENT: Any = SimpleNamespace(
+    model=SimpleNamespace(served_name="m", adapters=()),
+    gateway=SimpleNamespace(limits=SimpleNamespace(body_values=5000), media_domains=("a",)),
+    pd_clusters=(SimpleNamespace(hardware="cpu"),),
+)
 
 
 @FUZZ
@@ -87,7 +84,7 @@ def parser() -> RequestParser:
 @given(raw=bodies)
 def test_a_client_may_send_anything(endpoint: Endpoint, raw: bytes) -> None:
     try:
-        body, _prompt, _ = parser()._parse_body(raw, endpoint)
+        body, _prompt, _ = parsed_body(raw, endpoint, DEPLOYMENT)
     except ApiError as error:
         assert 400 <= error.status < 500 and "\n" not in error.message
         json.loads(error_body(error.status, error.message, error.param))
@@ -95,7 +92,7 @@ def test_a_client_may_send_anything(endpoint: Endpoint, raw: bytes) -> None:
     sent = json.loads(decode_body(body, {"prfaas": "t"}))
     assert sent.pop("kv_transfer_params") == {"prfaas": "t"}
     assert not sent.keys() & (OWNED_FIELDS - {"kv_transfer_params"})
-    dump_body(unusual_fields(body))
+    is_usual(body)
     assert answers_of(endpoint, body) >= 1
     why_whole(endpoint, body), can_resume(endpoint, body), wants_usage(body)
     limit = answer_limit(endpoint, body)

@@ -77,7 +77,7 @@ def test_a_body_that_never_comes_is_given_up() -> None:
     async def main() -> None:
         bodies = reader()
         assert await status_of(bodies, Body((0.0, b"{"), NEVER)) == 408
-        assert bodies._count == 0 and not bodies._awaited
+        assert not bodies._count_of and not bodies._awaited
 
     assert OPTIONS.body_grace_s <= run(main()) < OPTIONS.body_grace_s + 1
 

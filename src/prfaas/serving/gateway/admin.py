@@ -48,8 +48,8 @@ class AdminRoutes:
         if reloader is not None:
             reloader.on_left(self._left.append)
         self._kv_model = kv_model
+        self._context = context
         self._plane = context.plane
-        self._metrics = context.metrics
         self._log = log
         self._host = running.current.gateway.admin.host
         self._console = Console(running, context.plane, history, log, may_change=token is not None)
@@ -123,7 +123,7 @@ class AdminRoutes:
 
     async def _get_metrics(self, _request: web.Request) -> web.Response:
         return web.Response(
-            body=self._metrics.exposition(),
+            body=self._context.metrics.exposition(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 

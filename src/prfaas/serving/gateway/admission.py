@@ -54,28 +54,25 @@ class AdmittedRequest:
 
     def hold(self, nbytes: int) -> None:
         """So many more bytes of its body have come. Raises ApiError 429 where they are too many."""
-        self._admission.hold(self.tenant, nbytes)
-        self.held_bytes += nbytes
+        self._admission.check_bytes(self.tenant, nbytes)
+        self._admission.count(self, nbytes=nbytes)
 
     def begin(self) -> None:
         """Its body is complete: from now on it is one of the open requests. Raises ApiError 429 where they are too
         many."""
-        self._admission.begin(self.tenant)
-        self.answers = 1
+        self._admission.check_open()
+        self._admission.count(self, answers=1)
 
     def widen(self, answers: int) -> None:
         """It wants so many answers, each of which counts as a request. Raises ApiError: 429 where they are too many
         now, 400 where they always are."""
         if answers > 1:
-            self._admission.widen(self.tenant, answers)
-            self.answers = answers
+            self._admission.check_width(self.tenant, answers)
+            self._admission.count(self, answers=answers - 1)
 
     def check(self, decision: Decision, max_tokens: int | None) -> None:
-        """Whether the work may wait where `decision` puts it, and an answer of at most `max_tokens` tokens fits then.
-
-        Raises:
-            ApiError: 429, when the predicted wait is above the limit or the prediction beyond the deadline.
-        """
+        """Raises ApiError 429 when the work would wait too long where `decision` puts it, or an answer of at most
+        `max_tokens` tokens would end after the deadline."""
         self._admission.check_wait(decision, max_tokens, self._until_s - time.perf_counter())
 
     @asynccontextmanager
@@ -120,14 +117,8 @@ class Admission:
     def admitted(self, tenant: str, headers: Headers, body_bytes: int | None) -> Iterator[AdmittedRequest]:
         """One request, from before its body is read to its end. It counts from `AdmittedRequest.begin` on.
 
-        Args:
-            tenant: what tells tenants apart; the same for all when there are none.
-            headers: the client's.
-            body_bytes: what its Content-Length says; None: unknown.
-
-        Raises:
-            ApiError: 429 when a limit is reached, 413 for a body that alone is beyond it, 400 for a timeout that is no
-                positive number.
+        `body_bytes`: what its Content-Length says; None: unknown. Raises ApiError: 429 when a limit is reached, 413 for
+        a body that alone is beyond it, 400 for a timeout that is no positive number.
         """
         timeout_s = timeout_of(headers)
         self._check_room(tenant, body_bytes or 0, math.inf if timeout_s is None else timeout_s)
@@ -136,12 +127,8 @@ class Admission:
         try:
             yield request
         finally:
-            self._open -= request.answers
-            self._complete -= request.answers > 0
-            self._bytes -= request.held_bytes
+            self.count(request, answers=-request.answers, nbytes=-request.held_bytes)
             self._taken_of[tenant] -= 1
-            self._open_of[tenant] -= request.answers
-            self._bytes_of[tenant] -= request.held_bytes
             if not self._taken_of[tenant]:
                 del self._taken_of[tenant], self._open_of[tenant], self._bytes_of[tenant]
 
@@ -154,30 +141,26 @@ class Admission:
             sentence = "The gateway is busy, and this client has low priority."
             raise self._refusal("priority", sentence, wait_s - _PRESSURE * limits.queue_s)
 
-    def begin(self, tenant: str) -> None:
-        """One more of a tenant's requests is open. Raises ApiError 429 where that is one too many."""
-        self._check_open()
-        self._open += 1
-        self._complete += 1
-        self._open_of[tenant] += 1
+    def count(self, request: AdmittedRequest, *, answers: int = 0, nbytes: int = 0) -> None:
+        """An open request holds so much more of the limits, or less."""
+        self._complete -= request.answers > 0
+        request.answers += answers
+        request.held_bytes += nbytes
+        self._complete += request.answers > 0
+        self._open += answers
+        self._open_of[request.tenant] += answers
+        self._bytes += nbytes
+        self._bytes_of[request.tenant] += nbytes
 
-    def widen(self, tenant: str, answers: int) -> None:
-        """An open request of a tenant wants so many answers. Raises ApiError as `AdmittedRequest.widen`."""
+    def check_width(self, tenant: str, answers: int) -> None:
+        """Whether an open request of a tenant may want so many answers. Raises ApiError as `AdmittedRequest.widen`."""
         limit, more = self._limits.requests, answers - 1
         if answers > limit:
             raise ApiError(400, f"The request wants {answers} answers; {limit} may be open at a time.")
-        self._check_open(more)
+        self.check_open(more)
         is_tight = self._open + more > _PRESSURE * limit
         if is_tight and self._beyond_share(self._open_of[tenant], more, self._open, others=0):
             raise self._share_refusal("open requests")
-        self._open += more
-        self._open_of[tenant] += more
-
-    def hold(self, tenant: str, nbytes: int) -> None:
-        """A tenant's bodies grow by `nbytes`. Raises ApiError 429."""
-        self._check_bytes(tenant, nbytes, others=0)
-        self._bytes += nbytes
-        self._bytes_of[tenant] += nbytes
 
     def check_wait(self, decision: Decision, max_tokens: int | None, left_s: float) -> None:
         """Raises ApiError 429 when `decision` would wait too long, or `left_s` seconds can't be enough."""
@@ -192,7 +175,7 @@ class Admission:
 
     def _check_room(self, tenant: str, body_bytes: int, timeout_s: float) -> None:
         limits = self._limits
-        self._check_open()
+        self.check_open()
         wait_s = self._waits.least() if self._open else 0.0
         self._check_queue(wait_s)
         self._check_deadline(wait_s, timeout_s)
@@ -201,12 +184,13 @@ class Admission:
             sentence = f"The request body has {body_bytes} bytes; all bodies together may have {limits.bodies_bytes}."
             raise ApiError(413, sentence)
         others = 0 if tenant in self._taken_of else 1
-        self._check_bytes(tenant, body_bytes, others)
+        self.check_bytes(tenant, body_bytes, others)
         pressure = max(self._open / limits.requests, wait_s / limits.queue_s)
         if pressure > _PRESSURE and self._beyond_share(self._open_of[tenant], 1, self._open, others):
             raise self._share_refusal("open requests", wait_s - _PRESSURE * limits.queue_s)
 
-    def _check_open(self, more: int = 1) -> None:
+    def check_open(self, more: int = 1) -> None:
+        """Raises ApiError 429 where so many more answers are too many."""
         if self._open + more > self._limits.requests:
             raise self._refusal("requests", f"The gateway has {self._open} open requests, its limit.")
 
@@ -224,7 +208,8 @@ class Admission:
             sentence = f"An answer would take {predicted_s:.1f} s or more; {TIMEOUT_HEADER} leaves {left}."
             raise self._refusal("deadline", sentence, predicted_s - planned_s)
 
-    def _check_bytes(self, tenant: str, nbytes: int, others: int) -> None:
+    def check_bytes(self, tenant: str, nbytes: int, others: int = 0) -> None:
+        """Raises ApiError 429 where so many more bytes of bodies are too many."""
         limit = self._limits.bodies_bytes
         if self._bytes + nbytes > limit:
             sentence = f"The bodies of open requests have {self._bytes} bytes; with this one they would pass {limit}."
@@ -247,11 +232,7 @@ class Admission:
 
 
 def timeout_of(headers: Headers) -> float | None:
-    """Seconds that the client gives its request; None: any time.
-
-    Raises:
-        ApiError: 400, when the header is no positive number, or is there twice.
-    """
+    """Seconds that the client gives its request; None: any time. Raises ApiError 400."""
     values = headers.getall(TIMEOUT_HEADER, [])
     if not values:
         return None

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from prfaas.core.deployment.model import ModelRef
 from prfaas.serving.transport.protocol.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
 
 _REASONS = {
@@ -78,6 +79,12 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
     phrase = responses.get(status, "Error").title()
     kind = phrase.replace(" ", "").replace("-", "").removesuffix("Error") + "Error"
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def unknown_model(name: str, model: ModelRef) -> ApiError:
+    """The refusal of a request for a model that is not served."""
+    known = ", ".join(f"`{each}`" for each in (model.served_name, *model.adapters))
+    return ApiError(404, f"The model `{name[:200]}` does not exist; there is {known}.", param="model")
 
 
 Json = dict[str, Any]

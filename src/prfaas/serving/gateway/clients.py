@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from prfaas.core.bounded_file import WRITTEN_BYTES, file_bytes
 from prfaas.core.yaml_source import FileError, yaml_source
@@ -99,22 +99,32 @@ class Clients:
             except (OSError, ClientsFileError) as error:
                 logger.warning("clients stay as they were: %s", error)
 
+    @web.middleware
+    async def ask(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A middleware that lets only clients in, and notes who it is."""
+        if request.path not in OPEN_PATHS:
+            request[CLIENT] = client = self.take(request.headers)
+            # What engines answer is counted as it is taken on, so that a refusal has its record.
+            if request.method == "GET":
+                self.count(client)
+        return await handler(request)
+
     def take(self, headers: Headers) -> Client:
         """Who sends a request with these headers.
 
-        A key is looked up by its hash, which nobody can choose: how long that takes says nothing of other keys.
-
-        Raises:
-            ApiError: 401 without a key of a client, 429 where it sends too many.
+        A key is looked up by its hash, which nobody can choose: how long that takes says nothing of other keys. Raises
+        ApiError 401 without a key of a client.
         """
         found = self._by_key.get(hashlib.sha256(_key_in(headers)).digest())
         if found is None:
             raise ApiError(401, "The API key is missing, or none of this gateway's clients has it.")
-        if found.requests_per_s is not None:
-            self._count(found, found.requests_per_s)
         return found
 
-    def _count(self, client: Client, rate_per_s: float) -> None:
+    def count(self, client: Client) -> None:
+        """One more request of a client. Raises ApiError 429 where it sends too many."""
+        rate_per_s = client.requests_per_s
+        if rate_per_s is None:
+            return
         now_s, most = self._clock(), max(rate_per_s, 1.0)
         left, at_s = self._allowed.get(client.name, (most, now_s))
         left = min(left + (now_s - at_s) * rate_per_s, most)
@@ -127,18 +137,6 @@ class Clients:
     def _stamp_now(self) -> tuple[int, int, int]:
         found = self._path.stat()
         return found.st_mtime_ns, found.st_ino, found.st_size
-
-
-def asking(clients: Clients) -> Middleware:
-    """A middleware that lets only clients in, and notes who it is."""
-
-    @web.middleware
-    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in OPEN_PATHS:
-            request[CLIENT] = clients.take(request.headers)
-        return await handler(request)
-
-    return ask
 
 
 def _key_in(headers: Headers) -> bytes:

@@ -55,7 +55,7 @@ class Console:
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the console's routes."""
         router.add_get("/", self._to_page, allow_head=False)
-        router.add_get(PAGE_PATH, self._page, allow_head=False)
+        router.add_get(PAGE_PATH, self._file, allow_head=False)
         router.add_get(PAGE_PATH + "/{file:.+}", self._file, allow_head=False)
         router.add_get("/prfaas/console", self._facts, allow_head=False)
         router.add_get("/prfaas/history", self._get_history, allow_head=False)
@@ -67,13 +67,8 @@ class Console:
     async def _to_page(self, _request: web.Request) -> web.Response:
         return web.Response(status=302, headers={"Location": PAGE_PATH})
 
-    async def _page(self, _request: web.Request) -> web.Response:
-        return self._answer("index.html")
-
     async def _file(self, request: web.Request) -> web.Response:
-        return self._answer(request.match_info["file"])
-
-    def _answer(self, name: str) -> web.Response:
+        name = request.match_info.get("file", "index.html")
         found = self._files.get(name)
         if found is None:
             raise ApiError(404, f"The console has no file {name[:64]}.")

@@ -40,11 +40,7 @@ class Draining:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """While one request is open.
-
-        Raises:
-            ApiError: 503, it comes too late.
-        """
+        """While one request is open. Raises ApiError 503 where it comes too late."""
         if self.active:
             raise ApiError(
                 503,

@@ -82,14 +82,7 @@ class EngineClient:
     async def open(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
     ) -> EngineResponse:
-        """POST `body`.
-
-        Returns:
-            The answer, its head read. The caller reads and closes it.
-
-        Raises:
-            EngineCallError: there is no answer; with a reason of `failed_call`.
-        """
+        """POST `body`. The answer's head is read; the caller reads and closes it. Raises EngineCallError."""
         try:
             return await self._pool.request(
                 "POST",
@@ -106,11 +99,7 @@ class EngineClient:
     async def call(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float
     ) -> bytes:
-        """POST and read the whole answer.
-
-        Raises:
-            EngineCallError: with reason "deadline", "http-STATUS" or one of `failed_call`.
-        """
+        """POST and read all. Raises EngineCallError: its reason "deadline", "http-STATUS" or one of `failed_call`."""
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self.open(instance, path, body, headers)

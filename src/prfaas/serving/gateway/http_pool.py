@@ -6,7 +6,6 @@ cookies, proxies, compression, pipelining, upgrades.
 
 import asyncio
 import math
-import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -225,13 +224,7 @@ class HttpPool:
     def __init__(
         self, times: HttpTimes, *, clock: Callable[[], float] = time.monotonic, tls: TlsIdentity | None = None
     ) -> None:
-        """Make a pool without connections.
-
-        Args:
-            times: may be replaced later.
-            clock: what they are measured by.
-            tls: who this side is, for servers that want TLS.
-        """
+        """`times` may be replaced later. `tls`: who this side is, for servers that want TLS."""
         self.times = times
         self.held = HeldAnswers()
         self._tls = tls
@@ -254,17 +247,8 @@ class HttpPool:
     ) -> EngineResponse:
         """Send a request, over a new connection if the server has closed the kept one.
 
-        Args:
-            method: GET, POST.
-            host: of the server.
-            port: of the server.
-            path: with what is asked of it.
-            headers: beside those of the connection and the body.
-            body: as it is to be sent.
-            server_name: speak TLS with a server whose certificate is for that name; None: no TLS.
-
-        Returns:
-            The response, its head read.
+        `headers`: beside those of the connection and the body. `server_name`: speak TLS with a server whose certificate
+        is for that name; None: no TLS. Of the response the head is read.
 
         Raises:
             OSError: there is no answer (AnswerCutError among others), or TLS found a wrong certificate (SSLError).
@@ -334,7 +318,11 @@ class HttpPool:
 
     async def _connect(self, host: str, port: int, server_name: str | None) -> "_Connection":
         loop = asyncio.get_running_loop()
-        context = None if server_name is None else self._context(server_name)
+        context = None
+        if server_name is not None:
+            if self._tls is None:
+                raise ConnectionError(f"{server_name} wants TLS, and this side has no certificate")
+            context = self._tls.https_context()
         peer = (host, port)
         self._idle.setdefault(peer, deque())
         for attempt in range(_CONNECT_ATTEMPTS):
@@ -358,11 +346,6 @@ class HttpPool:
         if self._sweeping is None:
             self._sweep()
         return connection
-
-    def _context(self, server_name: str) -> ssl.SSLContext:
-        if self._tls is None:
-            raise ConnectionError(f"{server_name} wants TLS, and this side has no certificate")
-        return self._tls.https_context()
 
     def _sweep(self) -> None:
         """End the exchanges in which nothing has come for too long; again and again while anything is open."""
@@ -474,9 +457,11 @@ class _Connection(asyncio.Protocol):
         self._open = False
         answer = self._answer
         # The end of an encrypted connection is not authenticated, so it can't say where a body ends.
-        if answer is not None and error is None and not self.encrypted and _lasts_to_the_end(answer):
-            self._answer = None
-            answer.end()
+        if answer is not None and answer.status and error is None and not self.encrypted:
+            framing = (b"content-length", b"transfer-encoding")
+            if all(answer.header(name) is None for name in framing):
+                self._answer = None
+                answer.end()
         text = "the server closed the connection" if error is None else str(error)
         # Without TimeoutError: what ends by TCP's own limits was a silent machine or a broken way.
         by_server = error is None or isinstance(error, ConnectionError)
@@ -537,12 +522,6 @@ class _Connection(asyncio.Protocol):
             answer.end(error)
         if self._begun is not None and not self._begun.done():
             self._begun.set_exception(error)
-
-
-def _lasts_to_the_end(answer: EngineResponse) -> bool:
-    """Whether only the connection's end tells where the body ends."""
-    framed = answer.header(b"content-length") is not None or answer.header(b"transfer-encoding") is not None
-    return bool(answer.status) and not framed
 
 
 def _request_head(

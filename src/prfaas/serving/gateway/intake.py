@@ -3,16 +3,17 @@
 import asyncio
 import ipaddress
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from prfaas.core.deployment import Deployment
 from prfaas.core.route_header import REQUEST_ID_HEADER
 from prfaas.serving.gateway.admission import Admission, AdmittedRequest
-from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
-from prfaas.serving.gateway.clients import CLIENT
+from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned, unknown_model
+from prfaas.serving.gateway.clients import CLIENT, Clients
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions
 from prfaas.serving.gateway.prompts.prompt import (
     Endpoint,
@@ -20,12 +21,12 @@ from prfaas.serving.gateway.prompts.prompt import (
     answers_of,
     can_resume,
     check_media,
+    is_seeded,
     media_parts,
     prompt_of,
     samples_of,
-    why_whole,
 )
-from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants, unusual_fields
+from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants, is_usual
 from prfaas.serving.gateway.request_log import RECORD, RequestLog, RequestRecord, WaitsFor
 
 _DESCRIPTORS_RETRY_S = 1.0
@@ -42,18 +43,6 @@ class _AwaitedBody:
 
     `asyncio.timeout` does the same for ten times as much.
     """
-
-    __slots__ = (
-        "_begun_s",
-        "_cancelling",
-        "_loop",
-        "_options",
-        "_task",
-        "_timer",
-        "is_given_up",
-        "network",
-        "size_bytes",
-    )
 
     def __init__(self, options: GatewayOptions, remote: str) -> None:
         task = asyncio.current_task()
@@ -97,9 +86,9 @@ class BodyReader:
     def __init__(self, context: GatewayContext) -> None:
         self._options = context.options
         self._running = context.running
-        # By network; the first is the one that has been silent longest.
-        self._awaited: dict[str, OrderedDict[_AwaitedBody, None]] = {}
-        self._count = 0
+        # The first is the one that has been silent longest.
+        self._awaited: OrderedDict[_AwaitedBody, None] = OrderedDict()
+        self._count_of: Counter[str] = Counter()
 
     async def read(self, http: web.Request, hold: Callable[[int], None]) -> bytes:
         """The body.
@@ -145,113 +134,60 @@ class BodyReader:
             pieces.append(piece)
             if body is not None and not body.is_given_up:
                 body.size_bytes = size_bytes
-                self._awaited[body.network].move_to_end(body)
+                self._awaited.move_to_end(body)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _await(self, body: _AwaitedBody) -> None:
-        self._awaited.setdefault(body.network, OrderedDict())[body] = None
-        self._count += 1
-        if self._count > self._running.current.gateway.limits.requests:
-            most = max(self._awaited, key=lambda each: len(self._awaited[each]))
-            silent = next(iter(self._awaited[most]))
+        self._awaited[body] = None
+        self._count_of[body.network] += 1
+        if len(self._awaited) > self._running.current.gateway.limits.requests:
+            ((most, _),) = self._count_of.most_common(1)
+            silent = next(each for each in self._awaited if each.network == most)
             self._forget(silent)
             silent.give_up()
 
     def _forget(self, body: _AwaitedBody) -> None:
         """Idempotent."""
-        bodies: OrderedDict[_AwaitedBody, None] = self._awaited.get(body.network, OrderedDict())
-        if body in bodies:
-            del bodies[body]
-            self._count -= 1
-            if not bodies:
-                del self._awaited[body.network]
+        if body in self._awaited:
+            del self._awaited[body]
+            self._count_of[body.network] -= 1
+            if not self._count_of[body.network]:
+                del self._count_of[body.network]
 
 
-class RequestParser:
-    """Turns a body into a `ServingRequest`."""
+def parsed_body(raw: bytes, endpoint: Endpoint, deployment: Deployment) -> tuple[Json, Prompt, bool]:
+    """What is left of a body without what could steer an engine, its prompt, and whether that is more than text.
 
-    def __init__(self, context: GatewayContext) -> None:
-        self._running = context.running
-        self._model = context.running.current.model
-        self._json_threads = context.json_threads
-
-    async def parse(
-        self,
-        headers: Mapping[str, str],
-        raw: bytes,
-        endpoint: Endpoint,
-        record: RequestRecord,
-        salt: str,
-    ) -> ServingRequest:
-        """Check a body, and take out what could steer an engine.
-
-        Args:
-            headers: the client's.
-            raw: the body.
-            endpoint: that it came to.
-            record: of the request.
-            salt: the tenant's.
-
-        Raises:
-            ApiError: 4xx with one sentence for what the client got wrong.
-        """
-        body, prompt, has_media = await self._json_threads.run(len(raw), self._parse_body, raw, endpoint)
-        model = body.get("model")
-        adapter = model if isinstance(model, str) and model != self._model.served_name else ""
-        record.model = adapter or self._model.served_name
-        record.streamed = body.get("stream") is True
-        record.since("read", record.began_s)
-        record.waits_for = WaitsFor.TOKENS
-        return ServingRequest(
-            endpoint=endpoint,
-            body=body,
-            size_bytes=len(raw),
-            prompt=prompt,
-            samples=samples_of(endpoint, body),
-            answers=answers_of(endpoint, body),
-            has_media=has_media,
-            resumes=can_resume(endpoint, body),
-            unusual=unusual_fields(body),
-            whole=why_whole(endpoint, body),
-            model=record.model,
-            adapter=adapter,
-            salt=salt if endpoint.generates else "",
-            headers=_engine_headers(headers, record),
-            record=record,
+    Raises:
+        ApiError: 4xx with one sentence for what the client got wrong.
+    """
+    body = parse_body(raw, deployment.gateway.limits.body_values)
+    model = body.get("model")
+    # As in vLLM, no name at all means the base model. What is no name is the decode engine's to refuse.
+    if (
+        isinstance(model, str)
+        and model
+        and model not in (deployment.model.served_name, *deployment.model.adapters)
+    ):
+        raise unknown_model(model, deployment.model)
+    # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
+    on_cpus = any(cluster.hardware == "cpu" for cluster in deployment.pd_clusters)
+    sampling = body.get("sampling_params")
+    if on_cpus and (is_seeded(body) or (isinstance(sampling, dict) and is_seeded(sampling))):
+        raise ApiError(
+            400,
+            "`seed` is not taken here: vLLM's CPU backend ends when it prefills a seeded prompt in more than one "
+            "step. Leave `seed` out, or set `temperature` to 0, where a seed changes nothing.",
+            param="seed",
         )
-
-    def _parse_body(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt, bool]:
-        """What is left of a body, its prompt, and whether that is more than text. Raises ApiError."""
-        body = parse_body(raw, self._running.current.gateway.limits.body_values)
-        model = body.get("model")
-        names = (self._model.served_name, *self._model.adapters)
-        # As in vLLM, no name at all means the base model. What is no name is the decode engine's to refuse.
-        if isinstance(model, str) and model and model not in names:
-            known = ", ".join(f"`{name}`" for name in names)
-            raise ApiError(404, f"The model `{model[:200]}` does not exist; there is {known}.", param="model")
-        # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
-        on_cpus = any(cluster.hardware == "cpu" for cluster in self._running.current.pd_clusters)
-        sampling = body.get("sampling_params")
-        if on_cpus and (_is_seeded(body) or (isinstance(sampling, dict) and _is_seeded(sampling))):
-            raise ApiError(
-                400,
-                "`seed` is not taken here: vLLM's CPU backend ends when it prefills a seeded prompt in more than one "
-                "step. Leave `seed` out, or set `temperature` to 0, where a seed changes nothing.",
-                param="seed",
-            )
-        media = tuple(media_parts(endpoint, body))
-        check_media(media, self._running.current.gateway.media_domains)
-        prompt = prompt_of(endpoint, body, has_media=bool(media))
-        stripped = strip_owned(body)
-        if endpoint is Endpoint.RESPONSES:
-            # No later request would find what one engine stores, and vLLM never drops it.
-            stripped["store"] = False
-        return stripped, prompt, bool(media)
-
-
-def _is_seeded(body: Json) -> bool:
-    """Whether vLLM would make a random generator for the request: greedy ones need none, and −1 means no seed."""
-    return body.get("seed") not in (None, -1) and body.get("temperature") != 0
+    media = tuple(media_parts(endpoint, body))
+    check_media(media, deployment.gateway.media_domains)
+    prompt = prompt_of(endpoint, body, has_media=bool(media))
+    stripped = strip_owned(body)
+    if endpoint is Endpoint.RESPONSES:
+        # No later request would find what one engine stores, and vLLM never drops it.
+        stripped["store"] = False
+    return stripped, prompt, bool(media)
 
 
 def _engine_headers(received: Mapping[str, str], record: RequestRecord) -> dict[str, str]:
@@ -269,14 +205,21 @@ class Intake:
     """Takes requests on while the gateway has room for them."""
 
     def __init__(
-        self, context: GatewayContext, *, tenants: Tenants, admission: Admission, log: RequestLog
+        self,
+        context: GatewayContext,
+        *,
+        tenants: Tenants,
+        admission: Admission,
+        log: RequestLog,
+        clients: Clients | None,
     ) -> None:
+        """`clients`: who may send; None: everybody."""
         self._context = context
         self._tenants = tenants
         self._admission = admission
         self._log = log
+        self._clients = clients
         self._bodies = BodyReader(context)
-        self._parser = RequestParser(context)
 
     @asynccontextmanager
     async def taking(
@@ -286,12 +229,8 @@ class Intake:
 
         It is refused before its body is read where that is known by then, and counts once the body is complete.
 
-        Yields:
-            What the client wants, less what could steer an engine, and what it holds of the limits.
-
-        Raises:
-            ApiError: it is refused.
-            web.HTTPException: its body is.
+        Yields what the client wants, less what could steer an engine, and what it holds of the limits. Raises ApiError,
+        and web.HTTPException for a body.
         """
         with self._log.recording(str(endpoint), http.headers) as record:
             http[RECORD] = record
@@ -307,8 +246,10 @@ class Intake:
             tells_all = self._context.running.current.gateway.route_header == "full"
             record.tells_details = tells_all or is_named
             record.shares_unnamed = tenants.are_told_apart and not record.tells_details
-            if client is not None and client.priority == "low":
-                self._admission.check_spare()
+            if client is not None and self._clients is not None:
+                self._clients.count(client)
+                if client.priority == "low":
+                    self._admission.check_spare()
             with (
                 self._context.draining.request(),
                 self._admission.admitted(tenant, http.headers, http.content_length) as admitted,
@@ -319,9 +260,40 @@ class Intake:
                     self._check_descriptors()
                     admitted.begin()
                     async with admitted.in_time():
-                        request = await self._parser.parse(http.headers, raw, endpoint, record, tenant)
+                        request = await self._parsed(http.headers, raw, endpoint, record, tenant)
                     admitted.widen(request.answers)
                     yield request, admitted
+
+    async def _parsed(
+        self, headers: Mapping[str, str], raw: bytes, endpoint: Endpoint, record: RequestRecord, salt: str
+    ) -> ServingRequest:
+        """The request, its body checked. Raises ApiError."""
+        deployment = self._context.running.current
+        body, prompt, has_media = await self._context.json_threads.run(
+            len(raw), parsed_body, raw, endpoint, deployment
+        )
+        model, base = body.get("model"), deployment.model.served_name
+        adapter = model if isinstance(model, str) and model != base else ""
+        record.model = adapter or base
+        record.streamed = body.get("stream") is True
+        record.since("read", record.began_s)
+        record.waits_for = WaitsFor.TOKENS
+        return ServingRequest(
+            endpoint=endpoint,
+            body=body,
+            size_bytes=len(raw),
+            prompt=prompt,
+            samples=samples_of(endpoint, body),
+            answers=answers_of(endpoint, body),
+            has_media=has_media,
+            resumes=can_resume(endpoint, body),
+            is_usual=is_usual(body),
+            model=record.model,
+            adapter=adapter,
+            salt=salt if endpoint.generates else "",
+            headers=_engine_headers(headers, record),
+            record=record,
+        )
 
     def _check_descriptors(self) -> None:
         descriptors = self._context.descriptors

@@ -229,19 +229,14 @@ class RequestLog:
         tracing: "OtelTracing | None" = None,
         keep: Callable[[RequestRecord, float], None] | None = None,
     ) -> None:
-        """
-        Args:
-            capacity: how many requests are remembered.
-            metrics: count them.
-            tracing: None: no request is traced.
-            keep: called with each record at its end, and with the seconds that the request took.
-        """
+        """`keep` is called with each record at its end, and with the seconds that the request took."""
         self.capacity = capacity
         self._metrics = metrics
         self._tracing = tracing
         self._keep = keep
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._open: dict[str, RequestRecord] = {}
+        metrics.in_flight_requests.set_function(lambda: len(self._open))
         for step in WaitsFor:
             metrics.waiting_requests.labels(str(step)).set_function(partial(self._waiting, step))
 
@@ -255,7 +250,6 @@ class RequestLog:
         record = RequestRecord(uuid.uuid4().hex, endpoint, time.time(), time.perf_counter())
         self.add(record)
         self._open[record.request_id] = record
-        self._metrics.in_flight_requests.inc()
         request_id = REQUEST_ID.set(record.request_id)
         if self._tracing is not None:
             begun = self._tracing.begin(endpoint, headers or {}, record.at_s, record.began_s)
@@ -279,7 +273,6 @@ class RequestLog:
             REQUEST_ID.reset(request_id)
             del self._open[record.request_id]
             total_s = record.since("total", record.began_s) - record.began_s
-            self._metrics.in_flight_requests.dec()
             self._metrics.requests.labels(record.endpoint, record.route, record.outcome).inc()
             self._count(record, total_s)
             if self._keep is not None:
@@ -332,15 +325,11 @@ def _end_trace(record: RequestRecord, ended_s: float) -> None:
     if not record.trace.is_kept:
         return
     error = None if record.outcome == "ok" else record.outcome
-    failed = error == "engine_error"
-    record.trace.end(_span_name(record), ended_s, _span_attributes(record), error, failed=failed)
+    operation = _OPERATIONS.get(record.endpoint)
+    name = record.endpoint if operation is None else f"{operation} {record.model}".rstrip()
+    record.trace.end(name, ended_s, _span_attributes(record), error, failed=error == "engine_error")
     # The record is kept for longer than its spans.
     record.trace = NO_TRACE
-
-
-def _span_name(record: RequestRecord) -> str:
-    operation = _OPERATIONS.get(record.endpoint)
-    return record.endpoint if operation is None else f"{operation} {record.model}".rstrip()
 
 
 def _span_attributes(record: RequestRecord) -> dict[str, AttributeValue]:

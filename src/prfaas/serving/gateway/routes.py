@@ -4,6 +4,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -11,8 +12,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from prfaas import __version__
 from prfaas.core.deployment import Deployment, is_loopback
-from prfaas.serving.gateway.bodies import FAILED, ApiError, Json, error_body
-from prfaas.serving.gateway.clients import Clients, asking
+from prfaas.serving.gateway.bodies import FAILED, ApiError, Json, error_body, unknown_model
+from prfaas.serving.gateway.clients import Clients
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.prompts.prompt import Endpoint
@@ -133,24 +134,23 @@ class Routes:
     def __init__(
         self,
         deployment: Deployment,
-        handler_of: Callable[[Endpoint], Handler],
+        generate: Callable[[Endpoint, web.Request], Awaitable[web.StreamResponse]],
         context: GatewayContext,
         clients: Clients | None,
     ) -> None:
-        """`handler_of`: serves what engines answer. `clients`: who may send; None: everybody."""
+        """`generate`: serves what engines answer. `clients`: who may send; None: everybody."""
         self._model = deployment.model
-        self._handler_of = handler_of
-        self._plane = context.plane
-        self._draining = context.draining
-        self._max_body_bytes = context.options.max_body_bytes
+        self._generate = generate
+        self._context = context
         self._created_s = int(time.time())
         self._clients = clients
-        self._running = context.running
 
     def application(self) -> web.Application:
         """The aiohttp application with the allowed paths."""
-        ask = self._no_web_pages if self._clients is None else asking(self._clients)
-        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[access, errors, ask])
+        ask = self._no_web_pages if self._clients is None else self._clients.ask
+        app = web.Application(
+            client_max_size=self._context.options.max_body_bytes, middlewares=[access, errors, ask]
+        )
         app.router.add_get("/v1/models", self._models, allow_head=False)
         # Names of models have slashes.
         app.router.add_get("/v1/models/{model:.+}", self._model_card, allow_head=False)
@@ -158,13 +158,13 @@ class Routes:
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/version", self._get_version, allow_head=False)
         for endpoint in Endpoint:
-            app.router.add_post(endpoint.path, self._handler_of(endpoint))
+            app.router.add_post(endpoint.path, partial(self._generate, endpoint))
         return app
 
     @web.middleware
     async def _no_web_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse what a browser sends for a page whose name was pointed at this address: it has no key to show."""
-        gateway = self._running.current.gateway
+        gateway = self._context.running.current.gateway
         for origin in request.headers.getall("Origin", ()):
             if not may_ask(origin.partition("://")[2], gateway.host, gateway.hosts):
                 raise ApiError(
@@ -176,32 +176,30 @@ class Routes:
         return web.json_response({"object": "list", "data": self._cards()})
 
     async def _model_card(self, request: web.Request) -> web.Response:
-        wanted = request.match_info["model"]
-        cards = self._cards()
-        for card in cards:
-            if card["id"] == wanted:
-                return web.json_response(card)
-        known = ", ".join(f"`{card['id']}`" for card in cards)
-        raise ApiError(404, f"The model `{wanted[:200]}` does not exist; there is {known}.", param="model")
+        wanted, cards = request.match_info["model"], self._cards()
+        card = next((card for card in cards if card["id"] == wanted), None)
+        if card is None:
+            raise unknown_model(wanted, self._model)
+        return web.json_response(card)
 
     def _cards(self) -> list[Json]:
         """The model, then its adapters."""
         base = self._model.served_name
-        return [self._card(base, None), *(self._card(name, base) for name in self._model.adapters)]
-
-    def _card(self, name: str, parent: str | None) -> Json:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created_s,
-            "owned_by": "prfaas",
-            "root": name,
-            "parent": parent,
-            "max_model_len": self._model.max_model_len,
-        }
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._created_s,
+                "owned_by": "prfaas",
+                "root": name,
+                "parent": None if name == base else base,
+                "max_model_len": self._model.max_model_len,
+            }
+            for name in (base, *self._model.adapters)
+        ]
 
     async def _get_health(self, _request: web.Request) -> web.Response:
-        instances = instances_of(self._plane.state())
+        instances = instances_of(self._context.plane.state())
         serving = _can_decode(instances)
         return web.json_response(
             {
@@ -213,9 +211,9 @@ class Routes:
 
     async def _get_ready(self, _request: web.Request) -> web.Response:
         """Whether new clients should be sent here."""
-        if self._draining.active:
+        if self._context.draining.active:
             return web.json_response({"status": "draining"}, status=503)
-        if not _can_decode(instances_of(self._plane.state())):
+        if not _can_decode(instances_of(self._context.plane.state())):
             return web.json_response({"status": "no decode instance answers"}, status=503)
         return web.json_response({"status": "ready"})
 

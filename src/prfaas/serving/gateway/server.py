@@ -41,18 +41,17 @@ from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
 from prfaas.serving.gateway.routes import Routes, http_logger
 from prfaas.serving.gateway.told_requests import LedgerEntries, count_served
 from prfaas.serving.gateway.ways.first_token import FirstTokenRules
+from prfaas.serving.gateway.ways.hops import PrefillHops
 from prfaas.serving.gateway.ways.kv_transfer import KvTransfers
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
-from prfaas.serving.gateway.ways.pull import PulledHop
-from prfaas.serving.gateway.ways.push import PrefillHop
-from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
 from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.ledger_file import Ledger
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.secret_files import load_key, load_token
+from prfaas.serving.tasks import end_all
 from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
@@ -123,8 +122,9 @@ class Gateway:
             KeyFileError, ClientsFileError, AdminTokenError, TraceHeadersError, LedgerFileError: a file can't be used.
         """
         self._plane = plane
-        reloader, tls, config = process.reloader, process.tls, deployment.gateway
-        running = RunningDeployment(deployment) if reloader is None else reloader.running
+        self._reloader = reloader = process.reloader
+        tls, config = process.tls, deployment.gateway
+        self._running = running = RunningDeployment(deployment) if reloader is None else reloader.running
         key = load_key(deployment.security.key_file)
         json_threads = ThreadOffload(1, options.inline_json_bytes)
         tokenizer_threads = ThreadOffload(options.tokenizer_threads, options.inline_text_chars)
@@ -135,10 +135,10 @@ class Gateway:
         self._client = EngineClient(self._http)
         silence_s, clock = deployment.transfer.silence_s, plane.loop_clock
         self._kv_ports = KvPorts(GATEWAY, key, tls, silence_s, clock)
-        self._transfers = KvTransfers({}, clock)
+        self._transfers = KvTransfers({}, clock, options.abandon_timeout_s)
         self._transfers.follow(deployment.instances, self._kv_ports.of_ranks)
         self._metrics = Metrics(process.registry)
-        self.watch_certificates = partial(watch_certificates, running, self._metrics.certificate_expires)
+        self._metrics.background_tasks.set_function(lambda: len(self._transfers.abandoning))
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
         context = GatewayContext(
@@ -172,35 +172,28 @@ class Gateway:
         plane.listeners.told.append(StagingGauges(self._metrics, plane.loop_clock).told)
         generation = Generation(
             context,
-            intake=Intake(context, tenants=self._tenants, admission=admission, log=log),
+            intake=Intake(context, tenants=self._tenants, admission=admission, log=log, clients=self.clients),
             tokenization=self._tokenization,
             prefill=prefill,
             answers=Answering(context, tokenization=self._tokenization, prefill=prefill, shadow=self._shadow),
         )
-        self.routes = Routes(deployment, generation.handler_of, context, self.clients)
-        self.history = StateHistory(lambda: plane.state() | {"served": self._served.told()})
+        self.routes = Routes(deployment, generation.handle, context, self.clients)
+        self._history = StateHistory(lambda: plane.state() | {"served": self._served.told()})
         token_file = config.admin.token_file
         token = None if token_file is None else load_token(token_file)
-        self.admin_routes = AdminRoutes(process.kv_model, log, context, self.history, token, reloader)
+        self.admin_routes = AdminRoutes(process.kv_model, log, context, self._history, token, reloader)
         if reloader is not None:
             reloader.follow(self)
 
     def _prefills(self, key: bytes, context: GatewayContext) -> PrefillOrchestrator:
-        """The ways of KV, each of which hears at once what becomes of instances."""
-        push = PrefillHop(key, self._transfers, self._tenants, context)
-        pull = PulledHop(key, self._transfers, self._tenants, context)
-        self._hops = (push, pull)
+        """The ways of KV."""
         plane = self._plane
         plane.listeners.frozen.append(
             lambda name, reason: self._client.bar(plane.members.instance(name), reason)
         )
-        for hop in self._hops:
-            plane.listeners.frozen.append(hop.frozen)
-            plane.listeners.silent.append(hop.silent)
-            plane.listeners.noticed.append(hop.noticed)
-        prefixes = PrefixMoves(push, self._copier, self._tenants, context)
-        remote = RemotePrefills(push, pull, prefixes, context)
-        return PrefillOrchestrator(remote, prefixes, self._first_tokens, context)
+        hops = PrefillHops(key, self._transfers, self._tenants, context)
+        prefixes = PrefixMoves(hops, self._copier, self._tenants, context)
+        return PrefillOrchestrator(hops, prefixes, self._first_tokens, context)
 
     def _keep(self, record: RequestRecord, total_s: float) -> None:
         """A request has ended after so many seconds: it is counted, and gets its row where there is a ledger."""
@@ -219,7 +212,24 @@ class Gateway:
         self._tenants.adopt(running.security.tenant_header, running.security.tenant_weights)
         self._first_tokens.follow()
 
-    async def introduce(self) -> None:
+    def loops(self, server: web.Server) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """By name what is to run while the gateway serves. `server`: has the clients' connections."""
+        self.descriptors.connections = lambda: len(server.connections)
+        loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "LivePlane": self._plane.run,
+            "introduction": self._introduce,
+            "event loop": self._watch_loop,
+            "StateHistory": self._history.run,
+            "CertificateWatch": partial(watch_certificates, self._running, self._metrics.certificate_expires),
+            "idle clients": partial(_close_idle_clients, server, self.descriptors),
+        }
+        if self._reloader is not None:
+            loops["Reloader"] = self._reloader.run
+        if self.clients is not None:
+            loops["Clients"] = self.clients.watch
+        return loops
+
+    async def _introduce(self) -> None:
         """Ask every process that may decode how it makes token ids, until cancelled."""
         members = self._plane.members
         while True:
@@ -228,7 +238,7 @@ class Gateway:
                     await self._tokenization.learn(members.instance(name))
             await asyncio.sleep(_INTRODUCTION_S)
 
-    async def watch_loop(self) -> None:
+    async def _watch_loop(self) -> None:
         """Measure how late the event loop is, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
@@ -239,8 +249,6 @@ class Gateway:
     async def close(self) -> None:
         """Wait for the abandonments under way, and end connections and threads."""
         await self._shadow.close()
-        for hop in self._hops:
-            await hop.close()
         await self._copier.close()
         await self._transfers.close()
         await self._client.close()
@@ -306,77 +314,30 @@ async def serve_gateway(
         ready: called with the bound port once clients can connect.
         admin_ready: called with the operators' bound port before.
 
-    Raises:
-        KeyFileError: the deployment's key can't be read.
-        AdminTokenError: the operators' token can't be read.
-        OSError: an address can't be bound.
+    Raises what `Gateway` does, and OSError where an address can't be bound.
     """
-    process = process or GatewayProcess()
-    try:
+    process, config = process or GatewayProcess(), deployment.gateway
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(plane.close)
         gateway = Gateway(deployment, plane, options or GatewayOptions(), process)
-        await _serve(deployment, plane, gateway, ready, admin_ready, process.reloader)
-    finally:
-        await plane.close()
-
-
-async def _serve(
-    deployment: Deployment,
-    plane: LivePlane,
-    gateway: Gateway,
-    ready: Callable[[int], None] | None,
-    admin_ready: Callable[[int], None] | None,
-    reloader: Reloader | None,
-) -> None:
-    config = deployment.gateway
-    try:
-        async with _listening(gateway.admin_routes.application(), config.admin.host, config.admin.port) as (
-            _,
-            port,
-        ):
-            if admin_ready is not None:
-                admin_ready(port)
-            async with _listening(gateway.routes.application(), config.host, config.port) as (server, port):
-                if gateway.clients is None and not is_loopback(config.host):
-                    logger.warning(
-                        "gateway.clients is left out: whoever reaches port %d may send prompts", port
-                    )
-                await _keep_serving(plane, gateway, reloader, server, port, ready)
-    finally:
-        await gateway.close()
-
-
-async def _keep_serving(
-    plane: LivePlane,
-    gateway: Gateway,
-    reloader: Reloader | None,
-    server: web.Server,
-    port: int,
-    ready: Callable[[int], None] | None,
-) -> None:
-    """Run the loops until cancelled."""
-    gateway.descriptors.connections = lambda: len(server.connections)
-    loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-        "LivePlane": plane.run,
-        "introduction": gateway.introduce,
-        "event loop": gateway.watch_loop,
-        "StateHistory": gateway.history.run,
-        "CertificateWatch": gateway.watch_certificates,
-        "idle clients": partial(_close_idle_clients, server, gateway.descriptors),
-    }
-    if reloader is not None:
-        loops["Reloader"] = reloader.run
-    if gateway.clients is not None:
-        loops["Clients"] = gateway.clients.watch
-    # Serving goes on without what a loop fails to do; only a failure to start ends the process.
-    background = [asyncio.create_task(plane.loop_failures.keep(loop, run)) for loop, run in loops.items()]
-    try:
+        stack.push_async_callback(gateway.close)
+        admin = _listening(gateway.admin_routes.application(), config.admin.host, config.admin.port)
+        _, port = await stack.enter_async_context(admin)
+        if admin_ready is not None:
+            admin_ready(port)
+        clients = _listening(gateway.routes.application(), config.host, config.port)
+        server, port = await stack.enter_async_context(clients)
+        if gateway.clients is None and not is_loopback(config.host):
+            logger.warning("gateway.clients is left out: whoever reaches port %d may send prompts", port)
+        # Serving goes on without what a loop fails to do; only a failure to start ends the process.
+        background = [
+            asyncio.create_task(plane.loop_failures.keep(loop, run))
+            for loop, run in gateway.loops(server).items()
+        ]
+        stack.push_async_callback(end_all, *background)
         if ready is not None:
             ready(port)
         await asyncio.gather(*background, asyncio.Event().wait())
-    finally:
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
 
 
 async def _close_idle_clients(server: web.Server, descriptors: DescriptorBudget) -> None:

@@ -26,6 +26,8 @@ def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None
     `saved_bytes` in it is what was not sent because the decode instance held it. It is None where the size of the
     model's KV is unknown.
     """
+    # What moved the KV; None where nothing moved.
+    by = next((attempt.by for attempt in reversed(record.attempts) if attempt.moved is not None), None)
     return {
         "request_id": record.request_id,
         "trace_id": record.trace_id,
@@ -40,7 +42,7 @@ def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None
         "first_token": record.first_token,
         "attempts": [_attempt(attempt, deployment) for attempt in record.attempts],
         "transfer": _moved(_sum(record.attempts))
-        | {"saved_bytes": _saved_bytes(record.attempts, model), "by": _by(record.attempts)},
+        | {"saved_bytes": _saved_bytes(record.attempts, model), "by": by},
         "cache_transfer": None
         if record.prefix_outcome is None
         else {"outcome": record.prefix_outcome} | _moved(record.prefix_moved),
@@ -148,11 +150,6 @@ def _sum(attempts: Sequence[Attempt]) -> TransferredBytes | None:
     return TransferredBytes(sum(m.total_bytes for m in moved), sum(m.overlapped_bytes for m in moved))
 
 
-def _by(attempts: Sequence[Attempt]) -> str | None:
-    """What moved the KV: `prfaas` or `nixl`; None where nothing moved."""
-    return next((attempt.by for attempt in reversed(attempts) if attempt.moved is not None), None)
-
-
 def _saved_bytes(attempts: Sequence[Attempt], model: KvModel | None) -> int | None:
     if model is None:
         return None
@@ -195,12 +192,8 @@ class LedgerEntries:
     """Makes a ledger's rows of records, with the GPUs of the deployment that runs."""
 
     def __init__(self, running: RunningDeployment, view: View, experiment: Experiment) -> None:
-        """
-        Args:
-            running: knows the instances.
-            view: has the times of prefills, as the control plane knows them now.
-            experiment: knows how a moment's requests were routed.
-        """
+        """`view` has the times of prefills, as the control plane knows them now; `experiment` knows how a moment's
+        requests were routed."""
         self._running = running
         self._view = view
         self._experiment = experiment
@@ -318,7 +311,9 @@ def _trace(seen: list[RequestRecord]) -> str:
     lines = []
     for record in seen:
         prompt_tokens = record.prompt_tokens or 0
-        shared = (prompt_tokens - _uncached_tokens(record, prompt_tokens)) // _BLOCK_TOKENS
+        # By the first decision; without one nothing is known to be cached.
+        uncached = record.attempts[0].decision.uncached_tokens if record.attempts else prompt_tokens
+        shared = (prompt_tokens - min(max(uncached, 0), prompt_tokens)) // _BLOCK_TOKENS
         blocks = math.ceil(prompt_tokens / _BLOCK_TOKENS)
         row = {
             "arrival_s": round(record.at_s - seen[0].at_s, 6),
@@ -336,12 +331,6 @@ def _workload(seen: list[RequestRecord]) -> str:
     answer_tokens = sum(max(record.generated_tokens or 0, 1) for record in seen) / len(seen)
     lengths = f"{{distribution: fixed, tokens: {prompt_tokens:.0f}}}"
     return f"workload: {{lengths: {lengths}, output_tokens: {answer_tokens:.0f}}}"
-
-
-def _uncached_tokens(record: RequestRecord, prompt_tokens: int) -> int:
-    """By the first decision; without one nothing is known to be cached."""
-    uncached = record.attempts[0].decision.uncached_tokens if record.attempts else prompt_tokens
-    return min(max(uncached, 0), prompt_tokens)
 
 
 def _changes(state: Mapping[str, Any], deployment: Deployment) -> tuple[list[str], list[str]]:

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 from prfaas.serving.gateway.answers.transcript import (
     AnswerText,
-    LastWords,
     NotPlainError,
     StopAccount,
     StreamTranscript,
@@ -203,7 +202,7 @@ def test_the_last_words_are_those_of_the_last_tokens() -> None:
 
 
 def seam(directory: Path, ids: list[int], text: str, first: int, held: int = 0) -> tuple[int, str] | None:
-    return asyncio.run(AnswerText(directory).seam([70, 71], ids, LastWords(text, first, held)))
+    return asyncio.run(AnswerText(directory).seam([70, 71], ids, text, first, held))
 
 
 def test_the_seam_is_behind_the_last_whole_character(tmp_path: Path) -> None:

@@ -18,12 +18,11 @@ from prfaas.serving.gateway.prompts.prompt import (
     TextPrompt,
     TokenPrompt,
     answers_of,
-    as_token_ids,
     media_parts,
     prompt_of,
     why_whole,
 )
-from prfaas.serving.gateway.prompts.request import unusual_fields
+from prfaas.serving.gateway.prompts.request import is_usual
 
 
 def completion(prompt: Any, **fields: Any) -> Any:
@@ -91,9 +90,18 @@ def test_a_chat_without_messages_has_a_prompt() -> None:
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.integers(), st.booleans(), st.text(max_size=1), st.none()), max_size=4))
 def test_token_ids_are_recognised_exactly(ids: list[Any]) -> None:
-    found = as_token_ids(ids)
-    assert (found is not None) == (bool(ids) and all(type(i) is int and 0 <= i < 2**32 for i in ids))
-    assert found is None or found.tolist() == ids
+    body = {"prompt_embeds": None, "token_ids": ids}
+    if not all(type(each) is int for each in ids):
+        with pytest.raises(ApiError, match="whole numbers"):
+            prompt_of(Endpoint.GENERATE, body)
+        return
+    found = prompt_of(Endpoint.GENERATE, body)
+    assert isinstance(found, TokenPrompt) == (bool(ids) and all(0 <= each < 2**32 for each in ids))
+    assert (
+        found.token_ids.tolist() == ids
+        if isinstance(found, TokenPrompt)
+        else found == DirectPrompt("malformed")
+    )
 
 
 def test_a_plain_chat_is_rendered_here() -> None:
@@ -115,7 +123,7 @@ def test_a_plain_chat_is_rendered_here() -> None:
     ],
 )
 def test_an_unusual_chat_is_rendered_by_the_engine(fields: dict[str, Any]) -> None:
-    assert unusual_fields(fields).keys() == fields.keys()
+    assert not is_usual(fields)
     prompt = chat(USER, add_special_tokens=True)
     assert isinstance(prompt, RenderedPrompt) and prompt.plain is None
 
@@ -157,7 +165,7 @@ def test_batches_and_what_engines_cut_have_prompts_too() -> None:
     )
     for rule in ({"truncate_prompt_tokens": 5}, {"suffix": "z"}):
         # An engine renders it by rules of its own, and is given no ids in its place.
-        assert unusual_fields(rule) == rule
+        assert not is_usual(rule)
     cut = chat(USER, truncate_prompt_tokens=5)
     assert isinstance(cut, RenderedPrompt) and not cut.takes_ids
     assert completion(None, prompt_embeds=["abcd", "ef"]) == EmbedsPrompt(6)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.serving.gateway.prompts.request import unusual_fields
+from prfaas.serving.gateway.prompts.request import is_usual
 
 from ..world import World, route_of
 
@@ -102,4 +102,9 @@ def test_what_only_the_decode_engine_refuses_is_counted_and_its_staging_freed(
     ],
 )
 def test_only_what_no_engine_refuses_is_usual(fields: dict[str, Any], names: set[str]) -> None:
-    assert unusual_fields({"model": "m", "prompt": "x", **fields}).keys() == names
+    body = {"model": "m", "prompt": "x", **fields}
+    assert is_usual(body) == (not names)
+    for name in names:
+        # Each of them is enough.
+        others = names - {name}
+        assert not is_usual({field: value for field, value in body.items() if field not in others})

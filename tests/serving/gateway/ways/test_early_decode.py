@@ -12,7 +12,7 @@ import pytest
 
 from prfaas.core.deployment import FirstTokenSource
 from prfaas.serving.gateway.ways.kv_transfer import KvTransfers, TransferFailedError
-from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
+from prfaas.serving.gateway.ways.remote_prefill import RemotePrefill
 from prfaas.serving.transport.io.observer import OnSoon
 from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, part_id
 from prfaas.serving.transport.protocol.wire import TransferPhase, TransferStatus
@@ -131,14 +131,14 @@ def test_a_client_that_leaves_in_the_moment_in_which_the_kv_is_there_leaves_none
     in_world: InWorld, monkeypatch: pytest.MonkeyPatch, first_token: FirstTokenSource
 ) -> None:
     """The prefill elsewhere has ended well, and nobody has been told yet."""
-    begin, prefill = RemotePrefills.begin, RemotePrefills._prefill
+    begin, prefill = RemotePrefill.begin, RemotePrefill._prefill
     handlers: list[asyncio.Task[Any] | None] = []
 
-    async def begun(self: RemotePrefills, *args: Any) -> Any:
+    async def begun(self: RemotePrefill) -> Any:
         handlers.append(asyncio.current_task())
-        return await begin(self, *args)
+        return await begin(self)
 
-    async def prefilled(self: RemotePrefills, *args: Any) -> Any:
+    async def prefilled(self: RemotePrefill, *args: Any) -> Any:
         prepared = await prefill(self, *args)
         # As aiohttp does it.
         (handler,) = handlers
@@ -152,8 +152,8 @@ def test_a_client_that_leaves_in_the_moment_in_which_the_kv_is_there_leaves_none
         await world.settled()
         assert world.decode.generated() == [] and world.plane.suspected == []
 
-    monkeypatch.setattr(RemotePrefills, "begin", begun)
-    monkeypatch.setattr(RemotePrefills, "_prefill", prefilled)
+    monkeypatch.setattr(RemotePrefill, "begin", begun)
+    monkeypatch.setattr(RemotePrefill, "_prefill", prefilled)
     in_world(body, gateway_config=replace(GATEWAY, first_token=first_token))
 
 
@@ -337,11 +337,12 @@ def test_what_several_ranks_send_to_one_is_waited_for_and_given_up_as_a_whole() 
         home.statuses[ids[1]] = COMPLETE
         assert transfers.announced(ticket)
         assert (await waiting).total_bytes == 2 * COMPLETE.total_bytes
-        await transfers.abandon(ticket, "a test", 1.0)
+        transfers.abandon(ticket, "a test")
+        await transfers.abandoning.finish()
         assert home.abandoned == ids
         # Of a part that has broken nothing is kept, so nothing can be gone on from.
         home.statuses[ids[1]] = replace(COMPLETE, phase=TransferPhase.FAILED, reason="lost")
-        assert await transfers.keep(ticket, "a test", 1.0) == 0
+        assert await transfers.keep(ticket, "a test") == 0
         assert home.abandoned == ids * 2
         # One that is complete has its checkpoints, until it is taken.
         whole = replace(COMPLETE, usable_tokens=64, usable_ends=(32, 64))
@@ -352,6 +353,6 @@ def test_what_several_ranks_send_to_one_is_waited_for_and_given_up_as_a_whole() 
             ((whole, whole), ticket.num_tokens),
         ):
             home.statuses = dict(zip(ids, told, strict=True))
-            assert await transfers.keep(ticket, "a test", 1.0) == tokens
+            assert await transfers.keep(ticket, "a test") == tokens
 
     asyncio.run(main())

@@ -86,9 +86,9 @@ def test_what_an_engine_took_before_the_gateway_asked_is_counted(
     async def body(world: World) -> None:
         keep = KvTransfers.keep
 
-        async def keep_late(transfers: KvTransfers, ticket: Ticket, reason: str, timeout_s: float) -> int:
+        async def keep_late(transfers: KvTransfers, ticket: Ticket, reason: str) -> int:
             await _until(lambda: bool(world.decode.loaded))
-            return await keep(transfers, ticket, reason, timeout_s)
+            return await keep(transfers, ticket, reason)
 
         monkeypatch.setattr(KvTransfers, "keep", keep_late)
         world.remote.lingers = "aborts"

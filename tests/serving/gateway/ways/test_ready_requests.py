@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Coroutine
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     StartedTransfer,
     TransferDone,
 )
+from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
 from prfaas.serving.gateway.ways.ready_requests import (
     DirectRequest,
     EarlyRequest,
@@ -33,7 +35,8 @@ from prfaas.serving.gateway.ways.ready_requests import (
 from prfaas.serving.transport.protocol.ticket import TRANSFER_ID_BYTES, Ticket, prompt_digest
 
 IDS = range(1000)
-PROMPT = TokenizedPrompt(IDS, PromptChains(1000, {}), takes_ids=False)
+REQUEST: Any = None
+PROMPT = TokenizedPrompt(REQUEST, IDS, PromptChains(1000, {}), takes_ids=False)
 TICKET = Ticket(
     transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
     producer="far",
@@ -97,7 +100,7 @@ async def takes_long() -> MovedRequest:
 
 
 def test_a_decode_engine_is_told_of_nothing_where_nothing_waits() -> None:
-    for ready in (DirectRequest(decision=HERE, prompt=DirectPrompt("media")), LOCAL):
+    for ready in (DirectRequest(asked=REQUEST, decision=HERE, prompt=DirectPrompt("media")), LOCAL):
         assert (ready.kv_params(), ready.given_up(), ready.moves_kv) == ({}, None, False)
 
 
@@ -133,7 +136,7 @@ def test_the_route_header_tells_what_has_moved() -> None:
     assert replace(MOVED, transfer=replace(DONE, sealed="nixl.sealed")).header().transfer == "nixl"
     here = LOCAL.header()
     assert (here.kv_bytes, here.cached_tokens, here.fallback, here.uncached_tokens) == (0, 0, "died", 744)
-    direct = DirectRequest(decision=HERE, prompt=DirectPrompt("media")).header()
+    direct = DirectRequest(asked=REQUEST, decision=HERE, prompt=DirectPrompt("media")).header()
     assert (direct.uncached_tokens, direct.threshold_tokens, direct.reason) == (None, None, "media")
 
 
@@ -170,3 +173,21 @@ def test_what_is_freed_depends_on_how_far_it_came(work: Any, moving: Any, early:
 
     assert asyncio.run(given_up(MovingRequest, work())) == moving
     assert asyncio.run(given_up(EarlyRequest, work())) == early
+
+
+def test_what_has_arrived_is_of_the_prompt_that_waited_for_it() -> None:
+    """It may ask its engine for more than the first one did, such as token ids to compare."""
+
+    async def main() -> None:
+        record = SimpleNamespace(attempts=[SimpleNamespace(outcome="under way")])
+        asked = replace(PROMPT, request=SimpleNamespace(record=record))
+        arriving: Any = asyncio.create_task(arrived())
+        facts: dict[str, Any] = {"decision": FAR, "prompt": asked, "prefix": MovedPrefix(FAR)}
+        moving = MovingRequest(transfer=STARTED, arriving=arriving, **facts)
+        context: Any = SimpleNamespace(plane=None)
+        nobody: Any = None
+        ready = await PrefillOrchestrator(nobody, nobody, nobody, context).arrived(moving)
+        assert ready.request is asked.request and ready.kv_params() == MOVED.kv_params()
+        assert record.attempts[-1].outcome == "done"
+
+    asyncio.run(main())

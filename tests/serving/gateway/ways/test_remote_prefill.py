@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
+from prfaas.serving.gateway.ways.remote_prefill import RemotePrefill
 
 
 class Plane:
@@ -32,7 +32,7 @@ class Plane:
 
 
 class Prefixes:
-    async def move(self, _request: object, _prompt: object, decision: object) -> object:
+    async def move(self, _prompt: object, decision: object) -> object:
         return SimpleNamespace(decision=decision, transfer=None)
 
 
@@ -42,14 +42,15 @@ def test_it_counts_before_anything_else_is_decided() -> None:
     async def main() -> None:
         plane: Any = Plane()
         context: Any = SimpleNamespace(plane=plane, metrics=MagicMock(), running=MagicMock())
-        hop: Any = None
-        remote = RemotePrefills(hop, hop, Prefixes(), context)  # type: ignore[arg-type]
+        hops: Any = SimpleNamespace(transfers=None)
         record = SimpleNamespace(since=lambda stage, begun_s: 0.0)
         request: Any = SimpleNamespace(record=record, samples=1)
         attempt: Any = SimpleNamespace(decision=SimpleNamespace(prefill="far"), moved=None)
-        prompt: Any = SimpleNamespace(chains=None, token_ids=[1, 2, 3])
+        prompt: Any = SimpleNamespace(request=request, chains=None, token_ids=[1, 2, 3])
         seen: list[int] = []
-        prefill = asyncio.create_task(remote.begin(request, prompt, attempt, None))
+        facts = {"prompt": prompt, "attempt": attempt, "ask": None}
+        remote = RemotePrefill(hops, Prefixes(), context, **facts)  # type: ignore[arg-type]
+        prefill = asyncio.create_task(remote.begin())
         # What is ready to run next, as another request that is decided.
         asyncio.get_running_loop().call_soon(lambda: seen.append(plane.open))
         await asyncio.sleep(0)

@@ -24,7 +24,6 @@ from prfaas.serving.gateway.answers.transcript import (
     AnswerText,
     BegunAnswer,
     CannotResumeError,
-    LastWords,
     NotPlainError,
     StopAccount,
     StreamTranscript,
@@ -74,64 +73,56 @@ class Answering:
         self._tokenization = tokenization
         self._prefill = prefill
         self._shadow = shadow
-        self._metrics = context.metrics
-        self._max_model_len = context.max_model_len
-        self._decode_attempts = context.options.decode_attempts
+        self._context = context
         self._decoder = Decoder(prefill, context)
         self._answer_text = AnswerText(context.running.current.model.path)
         self._called = CalledAnswers(tokenization, context)
 
     async def answer(
-        self,
-        request: ServingRequest,
-        ready: ReadyRequest,
-        admitted: AdmittedRequest,
-        writer: ResponseWriter,
+        self, ready: ReadyRequest, admitted: AdmittedRequest, writer: ResponseWriter
     ) -> web.StreamResponse:
         """Pass the answer on to the client, within the time that it gave. Raises ApiError."""
-        is_compared = self._shadow.wants(request, ready)
+        is_compared = self._shadow.wants(ready)
         # Its engine tells the ids of what might be resumed.
-        asked = replace(request, resumes=True) if is_compared else request
+        asked = ready
+        if is_compared and isinstance(ready, DecidedRequest):
+            asked = replace(ready, prompt=replace(ready.prompt, request=replace(ready.request, resumes=True)))
         try:
             async with admitted.in_time():
-                response = await self._decode(asked, ready, writer)
+                response = await self._decode(asked, writer)
         finally:
             writer.note_tokens()
         if is_compared:
             ids = writer.ids.ids if writer.ids is not None else ()
             if isinstance(response, web.Response) and isinstance(response.body, bytes) and not ids:
                 answer, ids = taken_of_whole(response.body)
-                response.body = response.body if request.body.get("return_token_ids") else answer
+                response.body = response.body if ready.request.body.get("return_token_ids") else answer
             # Some of what was transferred is computed again elsewhere, later.
-            self._shadow.compare(request, ready, ids if response.status == 200 else ())
+            self._shadow.compare(ready, ids if response.status == 200 else ())
         return response
 
-    async def _decode(
-        self,
-        request: ServingRequest,
-        ready: ReadyRequest,
-        writer: ResponseWriter,
-    ) -> web.StreamResponse:
+    async def _decode(self, ready: ReadyRequest, writer: ResponseWriter) -> web.StreamResponse:
         """Relay what the decode engine says.
 
         While the client has seen nothing, another engine may answer in place of one that failed. After the first
         byte, another engine continues the text if the request allows it. Raises ApiError.
         """
+        request = ready.request
         if isinstance(ready, EarlyRequest):
             request.record.sent(ready.header())
-            return await self._after_first(request, ready, writer)
+            return await self._after_first(ready, writer)
         failed: list[str] = []
         while True:
             if request.endpoint.generates:
                 request.record.sent(ready.header())
             try:
-                return await self._decoder.relay(request, ready, writer)
+                return await self._decoder.relay(ready, writer)
             except EngineCallError as failure:
-                self._decoder.report(request, ready, failure)
+                self._decoder.report(ready, failure)
                 failed.append(ready.decode)
                 if writer.begun:
-                    return await self._finish(request, ready, writer, failure, failed)
-                another = await self._reroute(request, ready, failure, failed)
+                    return await self._finish(ready, writer, failure, failed)
+                another = await self._reroute(ready, failure, failed)
                 if another is None and isinstance(failure, EngineAnswerError) and failure.answer is not None:
                     return await writer.send(failure.answer)
                 if another is None:
@@ -139,30 +130,21 @@ class Answering:
                 ready = another
 
     async def _reroute(
-        self,
-        request: ServingRequest,
-        ready: ReadyRequest,
-        failure: EngineCallError,
-        failed: Collection[str],
+        self, ready: ReadyRequest, failure: EngineCallError, failed: Collection[str]
     ) -> ReadyRequest | None:
         """The same request made ready for another decode engine; None when there is none or enough have failed."""
         if failure.reason in (OWN_RESOURCES, TOO_LONG):
             return None
         answered = isinstance(failure, EngineAnswerError)
-        if len(failed) >= (MAX_ANSWERING_ATTEMPTS if answered else self._decode_attempts):
+        if len(failed) >= (MAX_ANSWERING_ATTEMPTS if answered else self._context.options.decode_attempts):
             return None
         try:
-            return await self._prefill.prepare_again(request, ready.prompt, avoid=failed)
+            return await self._prefill.prepare_again(ready.request, ready.prompt, avoid=failed)
         except NoDecodeInstanceError:
             return None
 
     async def _finish(
-        self,
-        request: ServingRequest,
-        ready: ReadyRequest,
-        writer: ResponseWriter,
-        failure: EngineCallError,
-        failed: list[str],
+        self, ready: ReadyRequest, writer: ResponseWriter, failure: EngineCallError, failed: list[str]
     ) -> web.StreamResponse:
         """End a stream that has begun: with the rest of the answer if another engine can give it, else with an error.
 
@@ -170,20 +152,17 @@ class Answering:
             failed: decode engines that have failed this request; more are added.
         """
         try:
-            outcome = await self._resume(_broken_stream(request, ready, writer, failed))
+            await self._resume(_broken_stream(ready, writer, failed))
         except CannotResumeError as error:
-            outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
             event = failure.event if isinstance(failure, EngineAnswerError) else None
             await writer.break_off(sentence, event)
-        self._count(request, outcome)
+            self._count(ready.request, error.outcome)
         return await writer.end()
 
-    async def _after_first(
-        self, request: ServingRequest, early: EarlyRequest, writer: ResponseWriter
-    ) -> web.StreamResponse:
+    async def _after_first(self, early: EarlyRequest, writer: ResponseWriter) -> web.StreamResponse:
         """Give the client its first token, and the decode engine's rest of the answer once its KV is there."""
-        first = early.first
+        request, first = early.request, early.first
         told = list(_opening_events(request, first))
         writer.ids = ids = TakenIds(request.endpoint, is_asked=False)
         ids.keep(first.token_ids)
@@ -197,7 +176,7 @@ class Answering:
             failed=[],
         )
         _look_for_stops(begun, first.text, held_chars=0)
-        self._metrics.first_tokens.labels("prefill" if first.finish_reason is None else "whole").inc()
+        self._context.metrics.first_tokens.labels("prefill" if first.finish_reason is None else "whole").inc()
         try:
             for event in told:
                 await writer.write(event)
@@ -224,9 +203,9 @@ class Answering:
         assert rest is not None, "an answer of one token has none of the prefill"
         # Its hashes are those of the prompt: no other request has sent what follows.
         is_chat = begun.request.endpoint is Endpoint.CHAT
-        prompt = TokenizedPrompt(rest.token_ids, early.prompt.chains, is_chat)
+        prompt = TokenizedPrompt(rest.request, rest.token_ids, early.prompt.chains, is_chat)
         try:
-            ready: ReadyRequest = await self._prefill.loadable(early, rest.request, prompt)
+            ready: ReadyRequest = await self._prefill.loadable(early, prompt)
         except HopFailedError as failure:
             avoid = () if failure.hopeless else (early.decision.prefill,)
             prompt = await self._tokenization.hash_blocks(rest.request, rest.token_ids)
@@ -237,17 +216,20 @@ class Answering:
         begun.request.record.sent(ready.header())
         if not await self._relayed(begun, rest, ready):
             try:
-                outcome = await self._resume(begun)
+                await self._resume(begun)
             except CannotResumeError as error:
                 self._count(begun.request, error.outcome)
                 raise
-            self._count(begun.request, outcome)
 
     def _rest_of(self, begun: BegunAnswer) -> AnswerRest | None:
         """A request for what follows the tokens so far; None: nothing may follow."""
         request, sent = begun.request, begun.ids.ids
         max_tokens = tokens_left(
-            request.endpoint, begun.request.body, len(begun.prompt.token_ids), len(sent), self._max_model_len
+            request.endpoint,
+            begun.request.body,
+            len(begun.prompt.token_ids),
+            len(sent),
+            self._context.max_model_len,
         )
         if begun.transcript.finish_reason is not None or begun.transcript.ended or max_tokens < 1:
             return None
@@ -272,10 +254,10 @@ class Answering:
         begun.request.record.answer_tokens = sent_tokens
 
     def _count(self, request: ServingRequest, outcome: str) -> None:
-        self._metrics.continuations.labels(outcome).inc()
+        self._context.metrics.continuations.labels(outcome).inc()
         request.record.note(f"continuation: {outcome}")
 
-    async def _resume(self, begun: BegunAnswer) -> str:
+    async def _resume(self, begun: BegunAnswer) -> None:
         """Write the rest. Raises CannotResumeError, perhaps after a part of it."""
         while True:
             if begun.transcript.finish_reason is None and not begun.ids.calls:
@@ -283,8 +265,8 @@ class Answering:
             rest = self._rest_of(begun)
             if rest is None:
                 await self._close(begun)
-                return "finished"
-            if len(begun.failed) >= self._decode_attempts:
+                return self._count(begun.request, "finished")
+            if len(begun.failed) >= self._context.options.decode_attempts:
                 raise CannotResumeError("attempts")
             try:
                 if begun.ids.calls:
@@ -294,7 +276,7 @@ class Answering:
             except NoDecodeInstanceError:
                 raise CannotResumeError("no-instance") from None
             if await self._relayed(begun, rest, ready):
-                return "continued"
+                return self._count(begun.request, "continued")
 
     async def _cut(self, begun: BegunAnswer) -> None:
         """Forget the last tokens as far as the client has read nothing of them. Raises CannotResumeError.
@@ -313,8 +295,9 @@ class Answering:
                 raise CannotResumeError("not-plain") from None
             if said is None:
                 raise CannotResumeError("in-call")
-            last = LastWords(said, taken.shown_before, held_chars)
-            seam = await self._answer_text.seam(begun.prompt.token_ids, taken.ids[:sent], last)
+            seam = await self._answer_text.seam(
+                begun.prompt.token_ids, taken.ids[:sent], said, taken.shown_before, held_chars
+            )
             if seam is None:
                 raise CannotResumeError("not-exact")
             sent, text = seam
@@ -327,7 +310,7 @@ class Answering:
         try:
             await self._relay_rest(begun, rest, ready)
         except EngineCallError as failure:
-            self._decoder.report(begun.request, ready, failure)
+            self._decoder.report(ready, failure)
             begun.failed.append(ready.decode)
             return False
         except NotPlainError:
@@ -338,7 +321,7 @@ class Answering:
         """Pass the decode engine's stream on in the first one's form. Raises EngineCallError and NotPlainError."""
         transcript, stops, taken = begun.transcript, begun.transcript.stops, begun.ids
         least_tokens = begun.request.body.get("min_tokens") or 0
-        async with self._decoder.stream(rest.request, ready) as stream:
+        async with self._decoder.stream(ready) as stream:
             while chunk := await stream.read():
                 told: Iterable[Json | None] = _one_by_one(chunk, taken)
                 if rest.request.endpoint is Endpoint.GENERATE:
@@ -386,19 +369,17 @@ def _look_for_stops(begun: BegunAnswer, text: str, held_chars: int) -> None:
         )
 
 
-def _broken_stream(
-    request: ServingRequest, ready: ReadyRequest, writer: ResponseWriter, failed: list[str]
-) -> BegunAnswer:
+def _broken_stream(ready: ReadyRequest, writer: ResponseWriter, failed: list[str]) -> BegunAnswer:
     """What is known of a broken stream. Raises CannotResumeError."""
     if not isinstance(ready, DecidedRequest) or writer.ids is None:
         raise CannotResumeError("parameters")
     try:
         with plain():
-            transcript = StreamTranscript.of(request.endpoint, writer.ids.latest + writer.latest)
+            transcript = StreamTranscript.of(ready.request.endpoint, writer.ids.latest + writer.latest)
     except NotPlainError:
         raise CannotResumeError("not-plain") from None
     return BegunAnswer(
-        request=request,
+        request=ready.request,
         prompt=ready.prompt,
         transcript=transcript,
         ids=writer.ids,

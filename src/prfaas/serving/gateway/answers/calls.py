@@ -55,9 +55,7 @@ class CalledAnswers:
 
     def __init__(self, tokenization: Tokenization, context: GatewayContext) -> None:
         self._tokenization = tokenization
-        self._plane = context.plane
-        self._client = context.client
-        self._timeout_s = context.options.tokenize_timeout_s
+        self._context = context
 
     async def in_tokens(self, begun: BegunAnswer, rest: AnswerRest) -> AnswerRest:
         """The rest of a chat as a request for tokens, sampled as the chat would be.
@@ -144,9 +142,10 @@ class CalledAnswers:
 
     async def _ask(self, engine: str, body: Json, headers: Mapping[str, str]) -> _Derendered:
         """Raises EngineCallError, and CannotResumeError for a refusal: every engine would refuse it."""
-        instance, path = self._plane.members.instance(engine), Endpoint.DERENDER_CHAT.path
+        context, path = self._context, Endpoint.DERENDER_CHAT.path
+        instance, timeout_s = context.plane.members.instance(engine), context.options.tokenize_timeout_s
         try:
-            answer = await self._client.call(instance, path, dump_body(body), headers, self._timeout_s)
+            answer = await context.client.call(instance, path, dump_body(body), headers, timeout_s)
             return msgspec.json.decode(answer, type=_Derendered)
         except EngineCallError as failure:
             if failure.is_clients_fault:

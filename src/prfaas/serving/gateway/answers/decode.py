@@ -45,63 +45,53 @@ class Decoder:
 
     def __init__(self, prefill: PrefillOrchestrator, context: GatewayContext) -> None:
         self._prefill = prefill
+        self._context = context
         self._plane = context.plane
-        self._client = context.client
-        self._metrics = context.metrics
-        self._json_threads = context.json_threads
 
-    async def relay(
-        self, request: ServingRequest, ready: ReadyRequest, writer: ResponseWriter
-    ) -> web.StreamResponse:
-        """Pass one decode engine's whole answer on.
-
-        Raises:
-            EngineCallError: perhaps after a part of the answer.
-        """
-        writer.ids = _taken_of(request)
-        async with self.open(request, ready) as answer:
+    async def relay(self, ready: ReadyRequest, writer: ResponseWriter) -> web.StreamResponse:
+        """Pass one decode engine's whole answer on. Raises EngineCallError, perhaps after a part of it."""
+        record = ready.request.record
+        writer.ids = _taken_of(ready.request)
+        async with self.open(ready) as answer:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
                 cut = None if writer.ids is None or writer.ids.is_asked else PromptCut()
                 stream = EventStream(answer, ready.decode, writer.dialect, cut=cut, ids=writer.ids)
-                note_answer_tokens(request.record, await writer.relay(stream, kind))
+                note_answer_tokens(record, await writer.relay(stream, kind))
                 if stream.refused_status is not None:
-                    self._note_refusal(request, ready, stream.refused_status)
+                    self._note_refusal(ready, stream.refused_status)
                     self._prefill.abandon(ready, "the decode engine refused the request in its stream")
                 return await writer.end()
             body = await read_whole(answer, ready.decode)
-            note_answer_tokens(request.record, body)
+            note_answer_tokens(record, body)
             whole = WholeAnswer(answer.status, without_transfer_params(body), kind)
             if whole.status in _ENGINE_FAILURES:
                 raise EngineAnswerError(ready.decode, whole.status, answer=whole)
             if whole.status >= 400:
-                self._note_refusal(request, ready, whole.status)
+                self._note_refusal(ready, whole.status)
             return await writer.send(whole)
 
     @asynccontextmanager
-    async def stream(self, request: ServingRequest, ready: ReadyRequest) -> AsyncIterator[EventStream]:
+    async def stream(self, ready: ReadyRequest) -> AsyncIterator[EventStream]:
         """As `open`, for an answer that must be a stream, with its token ids but for the prompt's.
 
         Raises EngineCallError where it is none.
         """
-        async with self.open(request, ready) as answer:
+        async with self.open(ready) as answer:
             if answer.status != 200 or not answer.content_type.startswith(EVENT_STREAM):
                 raise EngineAnswerError(ready.decode, answer.status)
             yield EventStream(answer, ready.decode, cut=PromptCut())
 
     @asynccontextmanager
-    async def open(self, request: ServingRequest, ready: ReadyRequest) -> AsyncIterator[EngineResponse]:
-        """The decode engine's answer, its headers read.
+    async def open(self, ready: ReadyRequest) -> AsyncIterator[EngineResponse]:
+        """The decode engine's answer, its headers read. Raises EngineCallError.
 
         What is still staged at the engine is freed unless the answer has status 200 and the body ends without an
         exception.
-
-        Raises:
-            EngineCallError: the engine does not answer.
         """
-        ended_well = False
+        request, ended_well = ready.request, False
         try:
-            body = await self._body(request, ready)
+            body = await self._body(ready)
             told: Attributes = {
                 "prfaas.instance": ready.decode,
                 "prfaas.cluster": self._plane.members.instance(ready.decode).cluster,
@@ -114,19 +104,18 @@ class Decoder:
                 request.record.trace.open("decode", told, asks_engine=True) as span,
             ):
                 arrived: DecidedRequest | None = None
+                headers = span.headers(request.headers)
                 if isinstance(ready, PullingRequest):
-                    answer, arrived = await self._ask_reading(
-                        request, ready, body, span.headers(request.headers)
-                    )
+                    answer, arrived = await self._ask_reading(ready, body, headers)
                 else:
-                    answer = await self._ask(request, ready, body, span.headers(request.headers))
+                    answer = await self._ask(ready, body, headers)
                 try:
                     span.tell({"http.response.status_code": answer.status})
                     if answer.status == 200:
                         self._prefill.delivered(ready)
                     if answer.status == 200 and isinstance(ready, MovingRequest):
                         # The engine cannot have a token before; how the KV came goes into the client's headers.
-                        arrived = arrived or await self._prefill.arrived(request, ready)
+                        arrived = arrived or await self._prefill.arrived(ready)
                         request.record.sent(arrived.header())
                     yield answer
                     ended_well = answer.status == 200
@@ -138,8 +127,9 @@ class Decoder:
             if not ended_well:
                 self._prefill.abandon(ready, "the decode request did not end well")
 
-    async def _body(self, request: ServingRequest, ready: ReadyRequest) -> bytes:
-        return await self._json_threads.run(
+    async def _body(self, ready: ReadyRequest) -> bytes:
+        request = ready.request
+        return await self._context.json_threads.run(
             request.size_bytes + JSON_BYTES_PER_TOKEN * len(ready.reuse_ids or ()),
             decode_body,
             {**request.body, "return_token_ids": True} if _tells_ids(request) else request.body,
@@ -148,26 +138,24 @@ class Decoder:
             request.salt,
         )
 
-    def report(self, request: ServingRequest, ready: ReadyRequest, failure: EngineCallError) -> None:
+    def report(self, ready: ReadyRequest, failure: EngineCallError) -> None:
         """Tell log, metrics and control plane what a failure says about the decode engine."""
         logger.warning("decode instance failed: %s", failure)
-        self._metrics.decode_failures.labels(failure.reason).inc()
-        request.record.note(f"{ready.decode} failed: {failure.reason}")
+        self._context.metrics.decode_failures.labels(failure.reason).inc()
+        ready.request.record.note(f"{ready.decode} failed: {failure.reason}")
         accuse(self._plane, ready.decode, failure)
 
-    def _note_refusal(self, request: ServingRequest, ready: ReadyRequest, status: int) -> None:
+    def _note_refusal(self, ready: ReadyRequest, status: int) -> None:
         """The decode engine has refused the request: before KV was moved for it, or after."""
-        request.record.refused_status = status
-        self._metrics.refused.labels("engine-late" if ready.moves_kv else "engine").inc()
+        ready.request.record.refused_status = status
+        self._context.metrics.refused.labels("engine-late" if ready.moves_kv else "engine").inc()
 
-    async def _ask(
-        self, request: ServingRequest, ready: ReadyRequest, body: bytes, headers: Mapping[str, str]
-    ) -> EngineResponse:
+    async def _ask(self, ready: ReadyRequest, body: bytes, headers: Mapping[str, str]) -> EngineResponse:
         instance = self._plane.members.instance(ready.decode)
-        return await self._client.open(instance, request.endpoint.path, body, headers)
+        return await self._context.client.open(instance, ready.request.endpoint.path, body, headers)
 
     async def _ask_reading(
-        self, request: ServingRequest, ready: PullingRequest, body: bytes, headers: Mapping[str, str]
+        self, ready: PullingRequest, body: bytes, headers: Mapping[str, str]
     ) -> tuple[EngineResponse, DecidedRequest | None]:
         """The answer of an engine that reads the KV by NIXL first, and what became of that; None: nothing is known.
 
@@ -175,7 +163,7 @@ class Decoder:
         been given up, the same engine is asked again, for other blocks, and the first request is aborted. Raises
         EngineCallError.
         """
-        asking = asyncio.get_running_loop().create_task(self._ask(request, ready, body, headers))
+        asking = asyncio.get_running_loop().create_task(self._ask(ready, body, headers))
         answer: EngineResponse | None = None
         try:
             # A whole answer comes long after the read, a stream's head before it.
@@ -183,7 +171,7 @@ class Decoder:
             if asking.done() and (asking.exception() is not None or asking.result().status != 200):
                 answer = asking.result()
                 return answer, None
-            arrived = await self._prefill.arrived(request, ready)
+            arrived = await self._prefill.arrived(ready)
             # If the engine itself reported the read as failed, it is already recomputing the prompt.
             if arrived.moves_kv or arrived.fallback == TRANSFER_FAILED:
                 answer = await asking
@@ -191,8 +179,7 @@ class Decoder:
         finally:
             if answer is None:
                 await _put_an_end_to(asking)
-        body = await self._body(request, arrived)
-        return await self._ask(request, arrived, body, headers), arrived
+        return await self._ask(arrived, await self._body(arrived), headers), arrived
 
 
 def _tells_ids(request: ServingRequest) -> bool:

@@ -15,8 +15,8 @@ from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import EngineCallError
 from prfaas.serving.gateway.prompts.prompt import Endpoint, can_resume
-from prfaas.serving.gateway.prompts.request import ServingRequest
 from prfaas.serving.gateway.ways.ready_requests import DecidedRequest, ReadyRequest
+from prfaas.serving.tasks import end_all
 
 logger = logging.getLogger(__name__)
 
@@ -45,39 +45,32 @@ class Shadow:
         """`draw`: decides who is compared."""
         self._context = context
         self._plane = context.plane
-        self._client = context.client
-        self._metrics = context.metrics
         self._draw = draw or random.Random()
         self._running: asyncio.Task[None] | None = None
 
-    def wants(self, request: ServingRequest, ready: ReadyRequest) -> bool:
-        """Whether the answer to this request is to be kept for `compare`. Asked once per request."""
-        share = self._context.running.current.gateway.shadow
+    def wants(self, ready: ReadyRequest) -> bool:
+        """Whether the answer to a request is to be kept for `compare`. Asked once per request."""
+        request, share = ready.request, self._context.running.current.gateway.shadow
         if not share or not ready.moves_kv or request.has_media or self._draw.random() >= share:
             return False
         return is_comparable(request.endpoint, request.body)
 
-    def compare(self, request: ServingRequest, ready: ReadyRequest, token_ids: Sequence[int]) -> None:
+    def compare(self, ready: ReadyRequest, token_ids: Sequence[int]) -> None:
         """Compute the request again in the background. `token_ids`: the whole answer; empty where it is not known."""
         is_busy = self._running is not None and not self._running.done()
         engine = None if is_busy else self._plane.cluster_state.idle_decode_instance()
         if not token_ids or engine is None or not isinstance(ready, DecidedRequest):
             self._count("skipped")
             return
-        self._running = asyncio.create_task(
-            self._compare(request, ready, token_ids, engine), name="prfaas-shadow"
-        )
+        self._running = asyncio.create_task(self._compare(ready, token_ids, engine), name="prfaas-shadow")
 
     async def close(self) -> None:
         """End the comparison under way."""
         if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+            await end_all(self._running)
 
-    async def _compare(
-        self, request: ServingRequest, ready: DecidedRequest, token_ids: Sequence[int], engine: str
-    ) -> None:
-        asked = asyncio.create_task(self._plain_answer(request, ready, len(token_ids), engine))
+    async def _compare(self, ready: DecidedRequest, token_ids: Sequence[int], engine: str) -> None:
+        asked = asyncio.create_task(self._plain_answer(ready, len(token_ids), engine))
         try:
             while not asked.done():
                 await asyncio.wait((asked,), timeout=_YIELD_S)
@@ -89,23 +82,20 @@ class Shadow:
             logger.info("a shadow request at %s failed: %s", engine, type(error).__name__)
             outcome = "failed"
         finally:
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            await end_all(asked)
         self._count(outcome)
         if outcome == "mismatch":
             logger.error(
                 "request %s, prefilled by %s and decoded by %s, has another answer than %s gives by itself",
-                request.record.request_id,
+                ready.request.record.request_id,
                 ready.decision.prefill,
                 ready.decode,
                 engine,
             )
 
-    async def _plain_answer(
-        self, request: ServingRequest, ready: DecidedRequest, num_tokens: int, engine: str
-    ) -> Json:
+    async def _plain_answer(self, ready: DecidedRequest, num_tokens: int, engine: str) -> Json:
         body = {
-            "model": request.model,
+            "model": ready.request.model,
             "prompt": ready.prompt.token_ids,
             "max_tokens": num_tokens,
             "temperature": 0,
@@ -116,7 +106,7 @@ class Shadow:
             # Nobody else has it: no cached block is reused, and none is left to be.
             "cache_salt": secrets.token_hex(16),
         }
-        answer = await self._client.call(
+        answer = await self._context.client.call(
             self._plane.members.instance(engine),
             Endpoint.COMPLETIONS.path,
             orjson.dumps(body, default=list),
@@ -127,7 +117,7 @@ class Shadow:
         return choice
 
     def _count(self, outcome: str) -> None:
-        self._metrics.shadows.labels(outcome).inc()
+        self._context.metrics.shadows.labels(outcome).inc()
 
 
 def is_comparable(endpoint: Endpoint, body: Json) -> bool:

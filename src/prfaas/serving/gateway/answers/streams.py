@@ -101,11 +101,7 @@ class EventStream:
         """What an event of the stream says in place of a status: vLLM finds some faults after it has sent a 200."""
 
     async def read(self) -> bytes:
-        """The next events; b"" at the stream's end.
-
-        Raises:
-            EngineCallError: the engine has failed, or its connection ended early.
-        """
+        """The next events; b"" at the stream's end. Raises EngineCallError."""
         while not self.ended:
             if self._fault is not None:
                 raise self._fault
@@ -285,11 +281,7 @@ class ResponseWriter:
         return self._response
 
     async def write(self, chunk: bytes, content_type: str = _HEAD_TYPE) -> None:
-        """Pass on a piece of a stream.
-
-        Raises:
-            ConnectionResetError: the client has left.
-        """
+        """Pass on a piece of a stream. Raises ConnectionResetError: the client has left."""
         if not self.begun:
             self._note_first_byte()
             writing = self._stop_waiting()
@@ -337,14 +329,10 @@ class ResponseWriter:
         self._record.broken = True
 
     async def relay(self, stream: EventStream, content_type: str) -> bytes:
-        """Pass a whole stream on.
+        """Pass a whole stream on. Raises EngineCallError and ConnectionResetError.
 
         Returns:
             The last three pieces, or less of the first two: the reason of the end and the usage stand before the mark.
-
-        Raises:
-            EngineCallError: the engine has failed.
-            ConnectionResetError: the client has left.
         """
         earlier = before = b""
         transport = self._http.transport

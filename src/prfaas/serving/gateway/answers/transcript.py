@@ -22,17 +22,6 @@ from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedProm
 _CONTEXT_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class LastWords:
-    """What the client read last of an answer."""
-
-    text: str
-    first_id: int
-    """How many tokens came before those of this text."""
-    held_chars: int
-    """How many characters of the text so far its engine holds back, since a stop string may begin in them."""
-
-
 class AnswerText:
     """Text of an answer's tokens, to find where another engine can go on.
 
@@ -45,42 +34,49 @@ class AnswerText:
         self._reading = asyncio.Lock()
 
     async def seam(
-        self, prompt_ids: Sequence[int], ids: Sequence[int], last: LastWords
+        self, prompt_ids: Sequence[int], ids: Sequence[int], read: str, first_id: int, held_chars: int
     ) -> tuple[int, str] | None:
         """How many of an answer's `ids` stand for what the client has, and the end of their text.
 
-        None if that can't be said: a parser has made something else of them, or holds a part of them back.
+        Args:
+            prompt_ids: of the prompt.
+            ids: of the answer.
+            read: what the client read last.
+            first_id: how many of `ids` came before those of this text.
+            held_chars: how many characters of the text so far its engine holds back, since a stop string may begin in
+                them.
+
+        Returns:
+            None if that can't be said: a parser has made something else of them, or holds a part of them back.
         """
         async with self._reading:
-            return await asyncio.to_thread(self._seam, prompt_ids, ids, last)
+            return await asyncio.to_thread(self._seam, prompt_ids, ids, read, first_id, held_chars)
 
-    def _seam(self, prompt_ids: Sequence[int], ids: Sequence[int], last: LastWords) -> tuple[int, str] | None:
-        tokenizer = self._read()
-        if not last.text:
+    def _seam(
+        self, prompt_ids: Sequence[int], ids: Sequence[int], read: str, first_id: int, held_chars: int
+    ) -> tuple[int, str] | None:
+        if not read:
             return None
+        if self._tokenizer is None and self._file.is_file():
+            self._tokenizer = Tokenizer.from_file(str(self._file))
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+        tokenizer = self._tokenizer
         if tokenizer is None:
             # What came in one event is all there, for all that can be known.
-            return None if last.held_chars else (len(ids), "")
-        first = max(last.first_id - _CONTEXT_TOKENS - last.held_chars - len(last.text), 0)
+            return None if held_chars else (len(ids), "")
+        first = max(first_id - _CONTEXT_TOKENS - held_chars - len(read), 0)
         context = list(prompt_ids[-_CONTEXT_TOKENS:]) if not first else []
         # Special tokens are in the text where a parser reads it.
         for skips in (False, True):
             before = tokenizer.decode(context, skip_special_tokens=skips)
-            for count in range(len(ids), last.first_id, -1):
+            for count in range(len(ids), first_id, -1):
                 text = tokenizer.decode([*context, *ids[first:count]], skip_special_tokens=skips)[
                     len(before) :
                 ]
-                if text[: len(text) - last.held_chars].endswith(last.text):
+                if text[: len(text) - held_chars].endswith(read):
                     return count, text
         return None
-
-    def _read(self) -> Tokenizer | None:
-        if self._tokenizer is None and self._file.is_file():
-            tokenizer = Tokenizer.from_file(str(self._file))
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-            self._tokenizer = tokenizer
-        return self._tokenizer
 
 
 class CannotResumeError(Exception):
@@ -179,16 +175,13 @@ class StreamTranscript:
         return transcript
 
     def rewrite(self, event: Json, prompt_tokens: int, sent_tokens: int, *, may_stop: bool) -> bytes:
-        """An event of the answer's rest in this stream's form; nothing where it only begins.
+        """An event of the answer's rest in this stream's form; nothing where it only begins. Raises NotPlainError.
 
         Args:
             event: of the second engine.
             prompt_tokens: tokens of this request's prompt.
             sent_tokens: tokens of the answer that the second engine had as its prompt besides.
             may_stop: whether the answer has tokens enough for a stop string.
-
-        Raises:
-            NotPlainError: it is not of one answer.
         """
         choice = _choice_of(event)
         usage = event.get("usage")

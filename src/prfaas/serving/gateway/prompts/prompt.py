@@ -9,7 +9,9 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
 
 from prfaas.core.prefix.hashing import PromptChains
 from prfaas.serving.gateway.bodies import ApiError, Json
@@ -192,10 +194,9 @@ def samples_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
 
     vLLM makes every sample a request, and each of them loads the transfer.
     """
-    if endpoint is Endpoint.GENERATE:
-        said = body.get("sampling_params")
-        return (_samples(said) or 1) if isinstance(said, dict) else 1
-    return (_samples(body) or 1) if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) else 1
+    said = body.get("sampling_params") if endpoint is Endpoint.GENERATE else body
+    has_samples = endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.GENERATE)
+    return (_samples(said) or 1) if has_samples and isinstance(said, Mapping) else 1
 
 
 def answers_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
@@ -242,8 +243,10 @@ def _ids_prompt(ids: Sequence[object], field: str) -> Prompt:
     """Of ids that are out of range the engine says so. Raises ApiError 400 for what is no id."""
     if not set(map(type, ids)) <= {int}:
         raise ApiError(400, f"`{field}` must have token ids that are whole numbers, or texts.", param=field)
-    found = as_token_ids(ids)
-    return DirectPrompt("malformed") if found is None else TokenPrompt(found)
+    try:
+        return TokenPrompt(array("I", cast(Sequence[int], ids))) if ids else DirectPrompt("malformed")
+    except OverflowError:
+        return DirectPrompt("malformed")
 
 
 def _batch_prompt(body: Mapping[str, Any], prompts: Sequence[object]) -> Prompt:
@@ -257,16 +260,6 @@ def _embeds_prompt(embeds: object) -> Prompt:
     if not each or not all(isinstance(one, str) for one in each):
         return DirectPrompt("malformed")
     return EmbedsPrompt(sum(map(len, each)))
-
-
-def as_token_ids(ids: Sequence[object]) -> "array[int] | None":
-    """`ids` as uint32; None unless they are at least one and all ints (no booleans) within 0 .. 2^32 - 1."""
-    if set(map(type, ids)) != {int}:
-        return None
-    try:
-        return array("I", cast(Sequence[int], ids))
-    except OverflowError:
-        return None
 
 
 def _chat_prompt(body: Mapping[str, Any], has_media: bool) -> Prompt:
@@ -283,36 +276,34 @@ def _chat_prompt(body: Mapping[str, Any], has_media: bool) -> Prompt:
     return RenderedPrompt(_plain_messages(messages) if is_plain else None, takes_ids)
 
 
+class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant"]
+    content: str | Annotated[list[_TextPart], msgspec.Meta(min_length=1)]
+
+
 def _plain_messages(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[tuple[str, str | tuple[str, ...]], ...] | None:
+    try:
+        said = msgspec.convert(messages, tuple[_PlainMessage, ...])
+    except msgspec.ValidationError:
+        return None
     plain: list[tuple[str, str | tuple[str, ...]]] = []
-    for message in messages:
-        role, content = message.get("role"), message.get("content")
-        if message.keys() - {"role", "content"} or role not in ("system", "user", "assistant"):
-            return None
-        if isinstance(content, list):
-            texts = tuple(part["text"] for part in content if _is_text_part(part))
-            if len(texts) != len(content) or not texts:
-                return None
-            content = texts
-        elif not isinstance(content, str):
-            return None
-        texts = (content,) if isinstance(content, str) else content
+    for message in said:
+        written = message.content
+        content = written if isinstance(written, str) else tuple(part.text for part in written)
         # vLLM edits system messages that begin with this line.
-        if role == "system" and any(text.startswith("x-anthropic") for text in texts):
-            return None
-        plain.append((role, content))
+        if message.role == "system":
+            texts = (content,) if isinstance(content, str) else content
+            if any(text.startswith("x-anthropic") for text in texts):
+                return None
+        plain.append((message.role, content))
     return tuple(plain)
-
-
-def _is_text_part(part: object) -> bool:
-    return (
-        isinstance(part, dict)
-        and part.keys() == {"type", "text"}
-        and part["type"] == "text"
-        and isinstance(part["text"], str)
-    )
 
 
 # Parts of a message that are no media, in the words of all APIs.
@@ -438,8 +429,12 @@ def can_resume(endpoint: Endpoint, body: Json) -> bool:
     if any(body.get(field) for field in _COUNTING_OUTPUT + _OTHER_FORMS) or _has_grammar(body):
         return False
     # With hidden reasoning there are no ids. A seeded generator would have to be wound forward.
-    is_seeded = body.get("seed") not in (None, -1) and body.get("temperature") != 0
-    return body.get("n") in (None, 1) and body.get("include_reasoning") is not False and not is_seeded
+    return body.get("n") in (None, 1) and body.get("include_reasoning") is not False and not is_seeded(body)
+
+
+def is_seeded(body: Json) -> bool:
+    """Whether vLLM would make a random generator for the request: greedy ones need none, and −1 means no seed."""
+    return body.get("seed") not in (None, -1) and body.get("temperature") != 0
 
 
 def _has_grammar(body: Json) -> bool:

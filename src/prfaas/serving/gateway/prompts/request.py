@@ -2,15 +2,17 @@
 
 import hashlib
 import hmac
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
 
 from prfaas.core.prefix.hashing import MediaItem, PromptChains
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.prompts.prompt import Endpoint, Prompt
 from prfaas.serving.gateway.request_log import RequestRecord
-from prfaas.serving.transport.protocol.ticket import TENANT_BYTES, TransferAttributes, TransferClass
+from prfaas.serving.transport.protocol.ticket import TENANT_BYTES, TransferClass
 
 _TENANT_PURPOSE = b"prfaas tenant\x00"
 _CLIENT_PURPOSE = b"client\x00"
@@ -19,93 +21,87 @@ _SHOWN_PURPOSE = b"prfaas tenant in a ledger\x00"
 _SALT_BYTES = 16
 
 
+_Limit = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_Stop = Annotated[str, msgspec.Meta(min_length=1)]
 # vLLM's `VLLM_MAX_STOP_STRINGS`.
-_MOST_STOPS = 4
+_Stops = Annotated[list[_Stop], msgspec.Meta(max_length=4)]
 
 
-def _number(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: type(value) in (int, float) and low <= value <= high
+class _TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
 
 
-def _whole(low: int, high: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and low <= value < high
+class _Thinking(msgspec.Struct):
+    type: Literal["adaptive", "enabled"]
 
 
-def _of(kind: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) is kind
+class _UsualBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Values that vLLM (0.32: `SamplingParams._verify_args`, the two protocol.py) takes whatever else a request says,
+    and whatever the engine's own settings are. That a prompt and its answer are not too long is found out with its
+    tokens."""
+
+    model: str = ""
+    prompt: Any = None
+    messages: Any = None
+    input: Any = None
+    instructions: Any = None
+    system: Any = None
+    add_special_tokens: bool = True
+    max_tokens: _Limit = 1
+    max_completion_tokens: _Limit = 1
+    max_output_tokens: _Limit = 1
+    n: Literal[1] = 1
+    stream: bool = False
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1
+    top_p: Annotated[float, msgspec.Meta(ge=1e-3, le=1)] = 1
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0
+    frequency_penalty: _Penalty = 0
+    presence_penalty: _Penalty = 0
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)] = 1
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
+    stop: _Stop | _Stops = "."
+    stop_sequences: _Stops = []
+    metadata: dict[str, str] = {}
+    store: bool = False
+    thinking: _Thinking | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
+    response_format: _TextFormat | None = None
+    user: str = ""
 
 
-def _anything(_value: Any) -> bool:
-    return True
+# Fields that may have one value besides none.
+_ONE_VALUE = {"add_generation_prompt": True, "echo": False, "logprobs": False}
 
 
-def _stops(value: Any) -> bool:
-    if type(value) is str:
-        return bool(value)
-    return type(value) is list and len(value) <= _MOST_STOPS and all(type(s) is str and s for s in value)
+def is_usual(body: Json) -> bool:
+    """Whether no engine might refuse a field of `body` for its value, or make another conversation of it.
 
-
-_flag, _text, _limit = _of(bool), _of(str), _whole(1, 1 << 31)
-
-# Values that vLLM (0.32: `SamplingParams._verify_args`, the two protocol.py) takes whatever else a request says, and
-# whatever the engine's own settings are. That a prompt and its answer are not too long is found out with its tokens.
-_USUAL: dict[str, Callable[[Any], bool]] = {
-    "model": _text,
-    "prompt": _anything,
-    "messages": _anything,
-    "input": _anything,
-    "instructions": _anything,
-    "system": _anything,
-    "add_special_tokens": _flag,
-    "add_generation_prompt": lambda value: value is True,
-    "max_tokens": _limit,
-    "max_completion_tokens": _limit,
-    "max_output_tokens": _limit,
-    "n": lambda value: value == 1,
-    "stream": _flag,
-    "temperature": _number(0, 2),
-    "top_p": _number(1e-3, 1),
-    "top_k": _whole(-1, 1 << 31),
-    "min_p": _number(0, 1),
-    "frequency_penalty": _number(-2, 2),
-    "presence_penalty": _number(-2, 2),
-    "repetition_penalty": _number(1e-3, 1e3),
-    "seed": _whole(-(1 << 63), 1 << 63),
-    "stop": _stops,
-    "stop_sequences": lambda value: type(value) is list and _stops(value),
-    "metadata": lambda value: type(value) is dict and all(map(_text, value.values())),
-    "store": _flag,
-    "thinking": lambda value: type(value) is dict and value.get("type") in ("adaptive", "enabled"),
-    "ignore_eos": _flag,
-    "skip_special_tokens": _flag,
-    "include_stop_str_in_output": _flag,
-    "return_token_ids": _flag,
-    "echo": lambda value: value is False,
-    "logprobs": lambda value: value is False,
-    "response_format": lambda value: value == {"type": "text"},
-    "user": _text,
-}
-
-
-def unusual_fields(body: Mapping[str, Any]) -> Json:
-    """The fields of `body` whose values an engine might refuse, or which change what it makes of a conversation.
-
-    A request with any of them is rendered by an engine, which refuses there what is wrong in form. The gateway judges
-    nothing itself, since its rules would not be vLLM's.
+    Any other request is rendered by an engine, which refuses there what is wrong in form. The gateway judges nothing
+    itself, since its rules would not be vLLM's.
     """
-    unusual = {
-        name: value
-        for name, value in body.items()
-        if value is not None and not (name in _USUAL and _USUAL[name](value))
+    given = {
+        name: value for name, value in body.items() if value is not None and _ONE_VALUE.get(name) is not value
     }
-    options, least = unusual.get("stream_options"), unusual.get("min_tokens")
+    options, least = given.pop("stream_options", None), given.pop("min_tokens", None)
     # Only streams have options.
-    if body.get("stream") is True and options in ({"include_usage": True}, {"include_usage": False}):
-        del unusual["stream_options"]
+    is_stream = body.get("stream") is True
+    if options is not None and not (
+        is_stream and options in ({"include_usage": True}, {"include_usage": False})
+    ):
+        return False
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if type(least) is type(limit) is int and 0 <= least <= limit:
-        del unusual["min_tokens"]
-    return unusual
+    if least is not None and not (type(least) is type(limit) is int and 0 <= least <= limit):
+        return False
+    try:
+        msgspec.convert(given, _UsualBody)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +122,8 @@ class ServingRequest:
     """Whether its prompt is more than text."""
     resumes: bool
     """Whether another engine could continue a stream of its answer: `can_resume`."""
-    unusual: Json
-    """`unusual_fields` of the body."""
-    whole: str | None
-    """Why its decode engine has to prefill it, in one word; None: another one may."""
+    is_usual: bool
+    """Whether its body is: `is_usual`."""
     model: str
     """The name that engines know: an adapter's or the base model's."""
     adapter: str
@@ -144,8 +138,9 @@ class ServingRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt in tokens, and what its cached prefixes are looked up by."""
+    """The prompt of a request in tokens, and what its cached prefixes are looked up by."""
 
+    request: ServingRequest
     token_ids: Sequence[int]
     chains: PromptChains
     """Hashes of the prompt's blocks."""
@@ -165,12 +160,8 @@ class Tenants:
     """Derives salts with the deployment's key, so that no client can guess or choose another's."""
 
     def __init__(self, key: bytes, header: str | None, weights: Mapping[str, int] | None = None) -> None:
-        """
-        Args:
-            key: of the deployment.
-            header: names the tenant. None: all requests are one tenant's and share prefixes.
-            weights: parts of a link by the header's value; 1 for all others.
-        """
+        """`header` names the tenant; None: all requests are one tenant's and share prefixes. `weights`: parts of a link
+        by the header's value; 1 for all others."""
         self._key = key
         self.adopt(header, weights or {})
 
@@ -227,12 +218,6 @@ class Tenants:
         # Not the salt itself: a ticket may be read by anybody.
         mark = hmac.digest(self._key, _LINK_PURPOSE + salt.encode(), hashlib.sha256)[:TENANT_BYTES]
         return TransferClass(mark, self._weights.get(salt, 1), background)
-
-    def of_tenant(self, attributes: TransferAttributes, salt: str) -> TransferAttributes:
-        """The same for a transfer of the tenant with this salt."""
-        return replace(
-            attributes, service=self.transfer_class(salt, background=attributes.service.background)
-        )
 
     def _salt(self, value: bytes) -> str:
         return hmac.digest(self._key, _TENANT_PURPOSE + value, hashlib.sha256)[:_SALT_BYTES].hex()

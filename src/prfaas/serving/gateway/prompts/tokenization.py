@@ -31,6 +31,7 @@ from prfaas.serving.gateway.prompts.prompt import (
     TokenPrompt,
     answer_limit,
     prompt_of,
+    why_whole,
 )
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.prompts.tokenizers import ChatTemplate, Encoder, encoder_of
@@ -58,28 +59,25 @@ class LocalTokenizer:
             return None
         return cls(encoder_of(file), ChatTemplate.of_model(model.path), threads, model.max_model_len)
 
-    @property
-    def has_template(self) -> bool:
-        return self._template is not None
+    async def ids(self, prompt: TextPrompt | RenderedPrompt, size_bytes: int) -> "array[int] | None":
+        """Ids of a text, or of a plain conversation with a generation prompt; None where an engine has to render it.
 
-    async def text_ids(self, text: str, *, add_special_tokens: bool) -> "array[int]":
-        """Ids of `text`; special tokens written in it are recognised, as in vLLM. Raises ApiError for one too long."""
-        return await self._threads.run(len(text), self._encode, text, add_special_tokens=add_special_tokens)
-
-    async def chat_ids(
-        self, messages: Sequence[tuple[str, str | tuple[str, ...]]], size_bytes: int
-    ) -> "array[int]":
-        """Ids of the rendered conversation with a generation prompt. Raises jinja2.TemplateError, and ApiError.
-
-        `size_bytes`: of the body that it came in; empty messages take as long to render as others.
+        Special tokens written in a text are recognised, as in vLLM. `size_bytes`: of the body that the prompt came in;
+        empty messages take as long to render as others. Raises ApiError for a text too long.
         """
-        template = self._template
-        if template is None:
-            raise ValueError("the model has no chat template that the gateway can render")
-        # The template writes its special tokens itself.
-        return await self._threads.run(
-            size_bytes, lambda: self._encode(template.render(messages), add_special_tokens=False)
-        )
+        if isinstance(prompt, TextPrompt):
+            text, special = prompt.text, prompt.add_special_tokens
+            return await self._threads.run(len(text), self._encode, text, add_special_tokens=special)
+        template, messages = self._template, prompt.plain
+        if template is None or messages is None:
+            return None
+        try:
+            # The template writes its special tokens itself.
+            return await self._threads.run(
+                size_bytes, lambda: self._encode(template.render(messages), add_special_tokens=False)
+            )
+        except jinja2.TemplateError:
+            return None
 
     def check_length(self, text: str) -> None:
         """Raises ApiError for a text of more characters than the model's tokens can stand for."""
@@ -204,11 +202,8 @@ class Tokenization:
         """`model`: the name by which engines know it."""
         self._local = local
         self._model = model
+        self._context = context
         self._plane = context.plane
-        self._client = context.client
-        self._json_threads = context.json_threads
-        self._timeout_s = context.options.tokenize_timeout_s
-        self._max_model_len = context.max_model_len
         self._embedding_chars = _embedding_chars(context.running.current.model.path)
         # Instance → the endpoints for whose samples its process makes the ids of the own tokenizer.
         self._agreed: dict[str, frozenset[Endpoint]] = {}
@@ -220,13 +215,9 @@ class Tokenization:
         self._agreed.pop(name, None)
 
     async def tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
-        """The prompt's token ids and the hashes of its blocks.
+        """The prompt's token ids and the hashes of its blocks, or why the decode engine has to prefill all of it.
 
-        Returns:
-            DirectPrompt, with the reason, when the decode engine has to prefill all of it.
-
-        Raises:
-            ApiError: 400, it is longer than the model takes.
+        Raises ApiError 400 for one that is longer than the model takes.
         """
         begun_s = time.perf_counter()
         try:
@@ -238,7 +229,7 @@ class Tokenization:
         self, request: ServingRequest, token_ids: Sequence[int], media: tuple[MediaItem, ...] = ()
     ) -> TokenizedPrompt:
         """`token_ids` as the prompt of `request`, with the hashes of their blocks."""
-        chains = await self._json_threads.run(
+        chains = await self._context.json_threads.run(
             len(token_ids) * JSON_BYTES_PER_TOKEN,
             self._plane.prefixes.chains,
             token_ids,
@@ -247,7 +238,7 @@ class Tokenization:
             media,
         )
         takes_ids = isinstance(request.prompt, RenderedPrompt) and request.prompt.takes_ids and not media
-        return TokenizedPrompt(token_ids, chains, takes_ids, media)
+        return TokenizedPrompt(request, token_ids, chains, takes_ids, media)
 
     async def _tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
         prompt = request.prompt
@@ -260,24 +251,24 @@ class Tokenization:
         if isinstance(prompt, EmbedsPrompt):
             return DirectPrompt("embeds", (max(int(prompt.encoded_chars / self._embedding_chars), 1),))
         try:
-            prompts = await self._prompts(request, prompt)
+            prompts = await self._all_own_ids(request, prompt) or await self.rendered(request)
         except EngineCallError as error:
             # 403: the engine renders nothing, for nobody.
             if error.is_clients_fault and error.status != HTTPStatus.FORBIDDEN:
                 return DirectPrompt("refused")
             return DirectPrompt("not-rendered", (request.size_bytes // _BYTES_PER_TOKEN,))
         longest = max(len(each.token_ids) for each in prompts)
-        if longest > self._max_model_len:
+        if longest > self._context.max_model_len:
             # The engine would take seconds for megabytes of ids, to say the same.
             raise too_long(
-                self._max_model_len,
+                self._context.max_model_len,
                 f"{longest} input tokens, which exceeds this limit even without any output tokens",
                 value=longest,
             )
         limit = answer_limit(request.endpoint, request.body) or 0
         # With a completion's ids vLLM cuts the answer short instead.
         needed = limit if request.endpoint is Endpoint.COMPLETIONS else longest + limit
-        if max(longest + 1, needed) > self._max_model_len:
+        if max(longest + 1, needed) > self._context.max_model_len:
             return DirectPrompt("length")
         whole = self._why_whole(request, prompts)
         if whole is None:
@@ -291,7 +282,8 @@ class Tokenization:
         """Why the decode engine has to prefill all of it, in one word; None: another one may."""
         if len(prompts) > 1:
             return "batch"
-        if request.whole is None and len(prompts[0].token_ids) == 1:
+        whole = why_whole(request.endpoint, request.body)
+        if whole is None and len(prompts[0].token_ids) == 1:
             # The last token of a prompt is always computed where it is decoded.
             return "single-token"
         kv = self._plane.cluster_state.view.kv
@@ -299,15 +291,9 @@ class Tokenization:
         # Embeddings among the media are in no digest.
         media = prompts[0].media
         can_move = bool(media) and not kv.is_hybrid and kv.can_skip
-        if request.whole is None and (media or request.has_media) and not can_move:
+        if whole is None and (media or request.has_media) and not can_move:
             return "media"
-        return request.whole
-
-    async def _prompts(
-        self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt
-    ) -> list[RenderedIds]:
-        """Each prompt in ids. Raises EngineCallError."""
-        return await self._all_own_ids(request, prompt) or await self.rendered(request)
+        return whole
 
     async def rendered(self, request: ServingRequest) -> list[RenderedIds]:
         """Each prompt as an engine makes it. Raises EngineCallError and NoDecodeInstanceError.
@@ -319,7 +305,7 @@ class Tokenization:
         if request.has_media:
             # Their digests and places, no pixels.
             asked_for["mm_payload"] = "none"
-        body = await self._json_threads.run(request.size_bytes, dump_body, asked_for)
+        body = await self._context.json_threads.run(request.size_bytes, dump_body, asked_for)
         router, members = self._plane.router, self._plane.members
         asked = members.instance(router.at_decode(0).decode)
         try:
@@ -338,37 +324,21 @@ class Tokenization:
         """Ids that no engine has to be asked for; None where an engine is to render, or to judge the request."""
         if request.endpoint is Endpoint.GENERATE and isinstance(prompt, TokenPrompt):
             return [RenderedIds(prompt.token_ids)]
-        if request.unusual:
+        if not request.is_usual:
             return None
-        agrees = self._agrees(request.endpoint)
+        # Whether the own tokenizer makes the ids of every engine that may decode now.
+        decoders = self._plane.router.decoders()
+        agrees = bool(decoders) and all(request.endpoint in self._agreed.get(name, ()) for name in decoders)
         found = []
         for each in prompt.prompts if isinstance(prompt, BatchPrompt) else (prompt,):
             if isinstance(each, TokenPrompt):
                 found.append(RenderedIds(each.token_ids))
                 continue
-            own = await self._own_ids(each, request.size_bytes) if agrees else None
+            own = await self._local.ids(each, request.size_bytes) if self._local and agrees else None
             if own is None:
                 return None
             found.append(RenderedIds(own))
         return found
-
-    def _agrees(self, endpoint: Endpoint) -> bool:
-        """Whether the own tokenizer makes the ids of every engine that may decode now."""
-        decoders = self._plane.router.decoders()
-        return bool(decoders) and all(endpoint in self._agreed.get(name, ()) for name in decoders)
-
-    async def _own_ids(self, prompt: TextPrompt | RenderedPrompt, size_bytes: int) -> "array[int] | None":
-        """Those of the own tokenizer; None where it can't make them."""
-        if self._local is None:
-            return None
-        if isinstance(prompt, TextPrompt):
-            return await self._local.text_ids(prompt.text, add_special_tokens=prompt.add_special_tokens)
-        if prompt.plain is None or not self._local.has_template:
-            return None
-        try:
-            return await self._local.chat_ids(prompt.plain, size_bytes)
-        except jinja2.TemplateError:
-            return None
 
     async def learn(self, decode: Instance) -> None:
         """Find out whether an engine makes the own tokenizer's ids, unless it is known. Raises EngineCallError."""
@@ -387,7 +357,7 @@ class Tokenization:
                     if not error.is_clients_fault:
                         raise
                     break
-                own = await self._own_ids(prompt, len(body))
+                own = None if self._local is None else await self._local.ids(prompt, len(body))
                 if own is None or [own] != [each.token_ids for each in rendered]:
                     break
             else:
@@ -400,7 +370,9 @@ class Tokenization:
         """What an engine makes of each prompt. Raises EngineCallError."""
         path = f"{endpoint.path}/render"
         headers = {"Content-Type": "application/json"}
-        answer = await self._client.call(decode, path, body, headers, self._timeout_s)
+        answer = await self._context.client.call(
+            decode, path, body, headers, self._context.options.tokenize_timeout_s
+        )
         try:
             if endpoint is Endpoint.COMPLETIONS:
                 rendered = msgspec.json.decode(answer, type=_RenderedBatch)

@@ -3,7 +3,7 @@ what is told of it."""
 
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,7 +19,7 @@ from prfaas.serving.gateway.prompts.prompt import (
     stop_strings,
     tokens_left,
 )
-from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt, is_usual
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,6 @@ class FirstTokenAsk:
     """Fields of a text completion."""
     stops: Sequence[str] = ()
     """Stop strings."""
-
-    def body_fields(self) -> Json:
-        """Fields of the prefill's request. Tokens' ids come back as names: asked for otherwise, vLLM would send all of
-        the prompt's ids with them."""
-        return {**self.sampling, "logprobs": 0, "return_tokens_as_token_ids": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +126,12 @@ class FirstTokenRules:
     """Decides for each request, by what is known to be exact: anything else takes the other way."""
 
     def __init__(self, context: GatewayContext) -> None:
-        self._running = context.running
-        self._metrics = context.metrics
-        self._max_model_len = context.max_model_len
+        self._context = context
         self.follow()
 
     def follow(self) -> None:
         """Look at the file, and at what the model's own defaults are, once."""
-        deployment = self._running.current
+        deployment = self._context.running.current
         self._wanted = deployment.gateway.first_token != "decode"
         defaults = _checkpoint_defaults(deployment) if self._wanted else {}
         setting = _shaping_setting(deployment, defaults) if self._wanted else None
@@ -150,25 +143,27 @@ class FirstTokenRules:
                 level, "first tokens come from decode engines all the same: the engines have %s", setting
             )
 
-    def ask(self, request: ServingRequest, prompt: TokenizedPrompt) -> FirstTokenAsk | None:
+    def ask(self, prompt: TokenizedPrompt) -> FirstTokenAsk | None:
         """What to ask the prefill engine for; None: the decode engine samples the first token."""
         if not self._wanted:
             return None
+        request, body = prompt.request, prompt.request.body
         reason = self._refusal(request)
-        body = request.body
         if (
             reason is None
-            and tokens_left(request.endpoint, body, len(prompt.token_ids), 0, self._max_model_len) < 2
+            and tokens_left(request.endpoint, body, len(prompt.token_ids), 0, self._context.max_model_len) < 2
         ):
             # The answer ends with it.
             reason = "one-token"
         if reason is not None:
-            self._metrics.first_tokens.labels(reason).inc()
+            self._context.metrics.first_tokens.labels(reason).inc()
             return None
         sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
         if body.get("min_tokens"):
             # vLLM takes no larger minimum than what is asked for.
             sampling["min_tokens"] = 1
+        # Tokens' ids come back as names: asked for otherwise, vLLM would send all of the prompt's ids with them.
+        sampling |= {"logprobs": 0, "return_tokens_as_token_ids": True}
         return FirstTokenAsk(sampling, stop_strings(body))
 
     def shows_first(self, request: ServingRequest) -> bool:
@@ -188,22 +183,17 @@ class FirstTokenRules:
             return "settings"
         # The decode engine continues the answer as another one would after a fault. What is unusual may make it more
         # than its text.
-        is_plain = request.unusual.keys() <= {"stop_token_ids"} and not body.get("return_token_ids")
-        if request.has_media or not is_plain or not request.resumes:
+        is_plain = is_usual({name: value for name, value in body.items() if name != "stop_token_ids"})
+        if request.has_media or not is_plain or not request.resumes or body.get("return_token_ids"):
             return "parameters"
         return None
 
 
-def _arguments(deployment: Deployment) -> Iterator[str]:
-    """The names of the arguments that the file gives engines."""
-    of_clusters = (cluster.extra_args for cluster in deployment.clusters)
-    for argument in chain(deployment.engine.extra_args, *of_clusters):
-        yield argument.partition("=")[0]
-
-
 def _shaping_setting(deployment: Deployment, defaults: Json) -> str | None:
     """The setting of the engines or of the checkpoint that rules first tokens from the prefill out."""
-    for name in _arguments(deployment):
+    of_clusters = (cluster.extra_args for cluster in deployment.clusters)
+    for argument in chain(deployment.engine.extra_args, *of_clusters):
+        name = argument.partition("=")[0]
         if name in _SHAPING_ARGS:
             return name
     return next((f"{_DEFAULTS_FILE}: {name}" for name in _SHAPING_DEFAULTS if defaults.get(name)), None)

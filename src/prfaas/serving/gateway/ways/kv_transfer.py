@@ -11,7 +11,7 @@ from prfaas.core.kv.rank_shares import transfers_per_rank
 from prfaas.core.scheduling.decision import Decision
 from prfaas.core.units import GB
 from prfaas.serving.gateway.bodies import Json
-from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, EngineCallError
+from prfaas.serving.gateway.engine_client import FROZEN
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord, TransferredBytes
 from prfaas.serving.own_process import on_time_timeout
@@ -108,11 +108,17 @@ class KvTransfers:
         self,
         watchers: Mapping[str, tuple[Observer, ...]],
         clock: Callable[[], float] = time.monotonic,
+        end_within_s: float = 5.0,
     ) -> None:
-        """`watchers`: instance name → one watcher per rank. `clock`: see `answers`."""
+        """`watchers`: instance name → one watcher per rank. `clock`: see `answers`.
+
+        `end_within_s`: how long a consumer may take to end a transfer.
+        """
         self._stages: dict[str, int] = {}
         self._watchers = dict(watchers)
         self._clock = clock
+        self._end_within_s = end_within_s
+        self.abandoning = BackgroundTasks()
         self._closing = BackgroundTasks()
 
     def follow(
@@ -141,9 +147,7 @@ class KvTransfers:
 
         `on_soon` is called with the tokens that the producer had cached, once every rank expects all bytes within
         `lead_s`; not at all where the producer does not tell them. `pulled`: the consumer's ranks read it with NIXL.
-
-        Raises:
-            TransferFailedError: as soon as one rank will not get them.
+        Raises TransferFailedError as soon as one rank will not get them.
         """
         watched = self._watched(ticket, pulled=pulled)
         left = len(watched)
@@ -172,32 +176,34 @@ class KvTransfers:
         """Whether the producer has opened the transfer at every rank of the consumer; see `wait`."""
         return all(each.announced(known) for each, known in self._watched(ticket, pulled=pulled))
 
-    async def abandon(self, ticket: Ticket, reason: str, timeout_s: float) -> None:
-        """Free the staging of a transfer that no request will load. Never raises.
+    def abandon(self, ticket: Ticket, reason: str) -> None:
+        """Free the staging of a transfer that no request will load, unless the engine has already taken it.
 
-        It does nothing when the engine has already taken the transfer.
+        In the background, since it must also happen when a request's own task is being cancelled.
         """
+        self.abandoning.start(self._abandon(ticket, reason))
+
+    async def _abandon(self, ticket: Ticket, reason: str) -> None:
         watched = self._watched(ticket) if ticket.consumer in self._watchers else ()
         for watcher, known in watched:
             try:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(self._end_within_s):
                     await watcher.abandon(known, reason)
             except (OSError, TimeoutError) as error:
                 # The consumer's own time to live frees the staging then.
                 logger.info("could not abandon a transfer at %s: %s", ticket.consumer, error)
 
-    async def keep(self, ticket: Ticket, reason: str, timeout_s: float) -> int:
+    async def keep(self, ticket: Ticket, reason: str) -> int:
         """End a transfer that will not complete, and have kept what has come of it. Never raises.
 
-        Returns:
-            After how many tokens the engine can go on; 0: after none.
+        Returns after how many tokens the engine can go on; 0: after none.
         """
         statuses = []
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self._end_within_s):
                 for watcher, known in self._watched(ticket):
                     await watcher.abandon(known, reason, keep=True)
-                    statuses.append(await watcher.wait(known, timeout_s))
+                    statuses.append(await watcher.wait(known, self._end_within_s))
         except (OSError, TimeoutError) as error:
             logger.info("could not have a broken transfer kept at %s: %s", ticket.consumer, error)
             return 0
@@ -220,6 +226,8 @@ class KvTransfers:
         return True
 
     async def close(self) -> None:
+        """Wait for the abandonments under way, each of which is bounded, and end the watchers."""
+        await self.abandoning.finish()
         await self._closing.finish()
         for ranks in self._watchers.values():
             for watcher in ranks:
@@ -268,7 +276,7 @@ BLAMES_NOBODY = (
 )
 HOPELESS = (CONSUMER_FROZEN, CONSUMER_SILENT, "consumer-unreachable")
 # Of the producer or its path to the consumer: what has arrived there is as good as ever.
-_LEAVES_PART = ("transfer-failed", "transfer-deadline", "not-announced", PREEMPTED, LINK_SILENT, LINK_SLOW)
+LEAVES_PART = ("transfer-failed", "transfer-deadline", "not-announced", PREEMPTED, LINK_SILENT, LINK_SLOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,24 +299,6 @@ class HopFailedError(Exception):
         self.reason = reason
         self.hopeless = hopeless
         self.kept = kept
-
-
-async def kept_part(
-    transfers: KvTransfers,
-    ticket: Ticket,
-    sealed: str,
-    failure: EngineCallError | TransferFailedError,
-    timeout_s: float,
-) -> KeptPart | None:
-    """What has come of a transfer whose producer, or its path, has failed; None: nothing that is of use."""
-    if isinstance(failure, EngineCallError):
-        leaves_part = not failure.is_clients_fault and failure.reason not in (FROZEN, OWN_RESOURCES)
-    else:
-        leaves_part = failure.reason in _LEAVES_PART
-    if not leaves_part:
-        return None
-    tokens = await transfers.keep(ticket, str(failure), timeout_s)
-    return KeptPart(ticket, sealed, 0, tokens) if tokens > ticket.skip_tokens else None
 
 
 class EgressBill:

@@ -8,17 +8,16 @@ from prfaas.core.scheduling.decision import CacheTransfer, Decision
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants, TokenizedPrompt
 from prfaas.serving.gateway.request_log import TransferredBytes
+from prfaas.serving.gateway.ways.hops import PrefillHops, PushHop, TransferSpec
 from prfaas.serving.gateway.ways.kv_transfer import (
     EgressBill,
     HopFailedError,
     MovedPrefix,
     TransferDone,
 )
-from prfaas.serving.gateway.ways.push import PrefillHop, TransferSpec
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.tracing import AttributeValue
 from prfaas.serving.transport.protocol.requests import CopyResult
-from prfaas.serving.transport.protocol.ticket import TransferAttributes, TransferClass
 
 
 class PrefixMoves:
@@ -26,20 +25,19 @@ class PrefixMoves:
 
     def __init__(
         self,
-        hop: PrefillHop,
+        hops: PrefillHops,
         copier: PoolCopier,
         tenants: Tenants,
         context: GatewayContext,
     ) -> None:
-        self._hop = hop
+        self._hops = hops
         self._copier = copier
         self._tenants = tenants
         self._plane = context.plane
-        self._metrics = context.metrics
         self.bill = EgressBill(context.running, context.metrics)
         self._context = context
 
-    async def move(self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision) -> MovedPrefix:
+    async def move(self, prompt: TokenizedPrompt, decision: Decision) -> MovedPrefix:
         """The cache transfer that `decision` wants, if it wants one. If it fails, more is computed: never raises."""
         wanted = decision.cache_transfer
         if wanted is None:
@@ -49,23 +47,22 @@ class PrefixMoves:
             # Prefixes are named by their tokens.
             return MovedPrefix(_without_transfer(decision, num_tokens, wanted.skip_tokens))
         if wanted.from_pool:
-            result = await self._copied(request, prompt, decision, wanted)
+            result = await self._copied(prompt, decision, wanted)
             left = _without_transfer(decision, num_tokens, result.usable_tokens)
             return MovedPrefix(left, wanted.source, result.copied_bytes)
-        transfer = await self._sent(request, prompt, decision, wanted)
+        transfer = await self._sent(prompt, decision, wanted)
         if transfer is None:
             # The instance holds what would not have been sent.
             return MovedPrefix(_without_transfer(decision, num_tokens, wanted.skip_tokens))
         left = _without_transfer(decision, num_tokens, num_tokens)
         return MovedPrefix(left, wanted.source, transfer.moved.total_bytes, transfer)
 
-    async def _copied(
-        self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer
-    ) -> CopyResult:
+    async def _copied(self, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer) -> CopyResult:
         """Pool to pool."""
+        request = prompt.request
         pool = self._context.running.current.pool_of(self._plane.members.instance(decision.prefill))
         if pool is None:
-            self._note(request, "target", 0)
+            self._note(request, "target", None)
             return CopyResult(0, 0, "target: there is no pool")
         begun_s = time.perf_counter()
         source = self._context.running.current.pool_named(wanted.source)
@@ -86,7 +83,8 @@ class PrefixMoves:
             )
         if result.reason:
             request.record.note(f"a prefix of pool {wanted.source} did not come whole: {result.reason}")
-        self._note(request, result.outcome, result.copied_bytes)
+        copied_bytes = result.copied_bytes
+        self._note(request, result.outcome, TransferredBytes(copied_bytes, 0) if copied_bytes else None)
         self.bill.add(request.record, source.cluster, pool.cluster, result.copied_bytes)
         told: dict[str, AttributeValue] = {
             "prfaas.kv.producer": wanted.source,
@@ -98,11 +96,10 @@ class PrefixMoves:
         return result
 
     async def _sent(
-        self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer
+        self, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer
     ) -> TransferDone | None:
         """Instance to instance; None if it failed."""
-        done: TransferDone | None = None
-        outcome = "done"
+        request, done, outcome = prompt.request, None, "done"
         # At least one token must be left to compute, and one to leave out.
         prefix_tokens = min(wanted.num_tokens, len(prompt.token_ids) - 2)
         if prefix_tokens <= wanted.skip_tokens:
@@ -116,29 +113,27 @@ class PrefixMoves:
                 token_ids=prompt.token_ids[:prefix_tokens],
                 skip_tokens=wanted.skip_tokens,
                 kv_bytes=wanted.kv_bytes,
-                # Only an abundant link is worth a cache transfer (section 3.4.3).
-                attributes=TransferAttributes(service=TransferClass(background=True)),
+                background=True,
             )
             try:
                 # Not `measured`: how long it took says nothing about the prefill.
                 with self._plane.prefilling(decision):
-                    done = await self._hop.run(spec, request)
+                    done = await PushHop(self._hops, spec, request).run()
             except HopFailedError as failure:
                 outcome = failure.reason
-        self._note(request, outcome, 0 if done is None else done.moved.total_bytes)
+        self._note(request, outcome, None if done is None else done.moved)
         if done is not None:
-            request.record.prefix_moved = done.moved
             source, target = (self._plane.members.instance(name) for name in (spec.producer, spec.consumer))
             self.bill.add(request.record, source.cluster, target.cluster, done.moved.sent_bytes)
             request.record.took("cache_transfer", done.transfer_s)
         return done
 
-    def _note(self, request: ServingRequest, outcome: str, moved_bytes: int) -> None:
-        self._metrics.cache_transfers.labels(outcome).inc()
+    def _note(self, request: ServingRequest, outcome: str, moved: TransferredBytes | None) -> None:
+        self._context.metrics.cache_transfers.labels(outcome).inc()
         request.record.prefix_outcome = outcome
-        if moved_bytes:
-            self._metrics.cache_transferred_bytes.inc(moved_bytes)
-            request.record.prefix_moved = TransferredBytes(moved_bytes, 0)
+        if moved is not None:
+            self._context.metrics.cache_transferred_bytes.inc(moved.total_bytes)
+            request.record.prefix_moved = moved
 
 
 def _without_transfer(decision: Decision, num_tokens: int, held_tokens: int) -> Decision:

@@ -1,6 +1,8 @@
 """Carries a routing decision out: prefill where it says, move the KV, and fall back to a local prefill."""
 
 import asyncio
+import math
+import time
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -13,6 +15,7 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.prompt import PROMPT_LOGPROBS, DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, FirstTokenRules
+from prfaas.serving.gateway.ways.hops import PrefillHops
 from prfaas.serving.gateway.ways.kv_transfer import (
     INCOMPATIBLE,
     PREEMPTED,
@@ -31,7 +34,8 @@ from prfaas.serving.gateway.ways.ready_requests import (
     MovingRequest,
     ReadyRequest,
 )
-from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
+from prfaas.serving.gateway.ways.remote_prefill import RemotePrefill
+from prfaas.serving.tracing import AttributeValue
 
 # Prefills elsewhere that one request may try before its decode engine prefills.
 _PREFILL_ATTEMPTS = 2
@@ -42,23 +46,40 @@ class PrefillOrchestrator:
 
     def __init__(
         self,
-        remote: RemotePrefills,
+        hops: PrefillHops,
         prefixes: PrefixMoves,
         first_tokens: FirstTokenRules,
         context: GatewayContext,
     ) -> None:
-        self._remote = remote
+        self._hops = hops
         self._prefixes = prefixes
         self._first_tokens = first_tokens
         self._plane = context.plane
-        self._metrics = context.metrics
         self._context = context
 
-    def shows_first(self, request: ServingRequest) -> bool:
-        """Whether the client would see a first token of the prefill before the KV has moved."""
-        return self._first_tokens.shows_first(request)
+    def decide(self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
+        """Where the request goes. Raises NoDecodeInstanceError.
 
-    def whole(self, prompt: DirectPrompt, avoid: Collection[str] = ()) -> Decision:
+        The length of each prompt enters the statistics from which thresholds and roles are worked out.
+        """
+        plane, record = self._plane, request.record
+        if isinstance(prompt, DirectPrompt):
+            record.prompt_tokens = prompt.num_tokens or None
+            decision = self._whole(prompt)
+            for length in prompt.lengths:
+                plane.observe(length, math.ceil(length * decision.uncached_tokens / prompt.num_tokens))
+            return decision
+        begun_s = time.perf_counter()
+        num_tokens = len(prompt.token_ids)
+        record.prompt_tokens = num_tokens
+        first_from_prefill = self._first_tokens.shows_first(request)
+        decision = plane.router.route(num_tokens, prompt.chains, first_from_prefill=first_from_prefill)
+        plane.observe(num_tokens, decision.uncached_tokens)
+        policy = self._context.running.current.routing.policy
+        record.since("decide", begun_s, decision_attributes(decision, policy))
+        return decision
+
+    def _whole(self, prompt: DirectPrompt, avoid: Collection[str] = ()) -> Decision:
         """Where a prompt goes that its decode engine prefills itself. Raises NoDecodeInstanceError."""
         return self._plane.router.at_decode(
             prompt.num_tokens,
@@ -83,39 +104,45 @@ class PrefillOrchestrator:
             return self._direct(request, prompt, decision)
         ask = None
         if decision.transfers and self._plane.waits.may_sample(decision):
-            ask = self._first_tokens.ask(request, prompt)
-        return await self._prepare(request, prompt, decision, ask=ask)
+            ask = self._first_tokens.ask(prompt)
+        return await self._prepare(prompt, decision, ask=ask)
 
     async def _prepare(
         self,
-        request: ServingRequest,
         prompt: TokenizedPrompt,
         decision: Decision,
         avoid: Collection[str] = (),
         ask: FirstTokenAsk | None = None,
     ) -> DecidedRequest:
         """`avoid`: instances that have failed this request. `ask`: the prefill samples the first token, so."""
-        num_tokens = len(prompt.token_ids)
+        request, num_tokens = prompt.request, len(prompt.token_ids)
         if decision.reason == INCOMPATIBLE:
             self._note_rejections(request, decision.decode)
         failed = set(avoid)
         fallback: str | None = None
         for _ in range(_PREFILL_ATTEMPTS):
             if not decision.transfers:
-                return await self._from_pool(request, prompt, decision, fallback)
+                return await self._from_pool(prompt, decision, fallback)
             if decision.kv_bytes > self._context.staging_bytes(decision.decode):
-                return self._at_decode(request, prompt, decision, "staging", fallback)
+                return self._at_decode(prompt, decision, "staging", fallback)
             attempt = request.record.start(decision, num_tokens)
             try:
-                ready = await self._remote.begin(request, prompt, attempt, ask)
+                ready = await RemotePrefill(
+                    self._hops,
+                    self._prefixes,
+                    self._context,
+                    prompt=prompt,
+                    attempt=attempt,
+                    ask=ask,
+                ).begin()
             except HopFailedError as failure:
                 fallback = failure.reason
                 self._fell_back(request, fallback)
                 if failure.kept is not None:
                     kept_tokens, is_preempted = failure.kept.usable_tokens, fallback == PREEMPTED
                     if goes_on_at_decode(kept_tokens, num_tokens, is_preempted=is_preempted):
-                        return self._from_kept(request, prompt, attempt.decision, failure.kept, fallback)
-                    self._remote.free(failure.kept.ticket, "another engine prefills all of it")
+                        return self._from_kept(prompt, attempt.decision, failure.kept, fallback)
+                    self._hops.transfers.abandon(failure.kept.ticket, "another engine prefills all of it")
                 failed.add(attempt.decision.prefill)
                 another = None if failure.hopeless else self._another(prompt, failed, fallback)
                 if another is None:
@@ -127,14 +154,14 @@ class PrefillOrchestrator:
                     self.abandon(ready, f"the first token can't be told alone: {held}")
                     await asyncio.wait((ready.arriving,))
                     ask = None
-                    self._metrics.first_tokens.labels(held).inc()
+                    self._context.metrics.first_tokens.labels(held).inc()
                     request.record.fell_back(attempt, f"first-token-{held}")
                     continue
                 if isinstance(ready, MovedRequest):
                     attempt.outcome = "done"
                 return replace(ready, fallback=fallback)
         reason = "fallback" if decision.transfers else decision.reason
-        return self._at_decode(request, prompt, decision, reason, fallback)
+        return self._at_decode(prompt, decision, reason, fallback)
 
     def _another(self, prompt: TokenizedPrompt, failed: Collection[str], fallback: str) -> Decision | None:
         """Where a prefill is tried that has failed elsewhere; None: nowhere."""
@@ -156,23 +183,19 @@ class PrefillOrchestrator:
     ) -> ReadyRequest:
         """The same for a request that instances `avoid` have failed, by a new decision.
 
-        `near_after`: inside of the PD cluster, since a prefill elsewhere has failed for that reason.
-
-        Raises:
-            NoDecodeInstanceError: no other engine can decode.
+        `near_after`: inside of the PD cluster, since a prefill elsewhere has failed for that reason. Raises
+        NoDecodeInstanceError.
         """
         if isinstance(prompt, DirectPrompt):
-            return self._direct(request, prompt, self.whole(prompt, avoid))
+            return self._direct(request, prompt, self._whole(prompt, avoid))
         decision = self._plane.router.route(
             len(prompt.token_ids), prompt.chains, avoid=avoid, offload=near_after is None
         )
-        ready = await self._prepare(request, prompt, decision, avoid)
+        ready = await self._prepare(prompt, decision, avoid)
         return replace(ready, fallback=ready.fallback or near_after)
 
-    async def loadable(
-        self, early: EarlyRequest, rest: ServingRequest, rest_prompt: TokenizedPrompt
-    ) -> DecidedRequest:
-        """`rest`, which continues `early` after its first token, ready for the decode engine.
+    async def loadable(self, early: EarlyRequest, rest: TokenizedPrompt) -> DecidedRequest:
+        """The request of `rest`, which continues `early` after its first token, ready for the decode engine.
 
         Waits until the transfer is complete, or nearly. Raises HopFailedError if it will not be.
         """
@@ -180,73 +203,68 @@ class PrefillOrchestrator:
         if not early.arriving.done():
             return MovingRequest(
                 decision=early.decision,
-                prompt=rest_prompt,
+                prompt=rest,
                 prefix=early.prefix,
                 first_token=early.first_token,
                 fallback=early.fallback,
                 transfer=early.soon.result(),
                 arriving=early.arriving,
             )
-        return replace(self._result(rest, early), prompt=rest_prompt)
+        return replace(self._result(early), prompt=rest)
 
-    async def arrived(self, request: ServingRequest, moving: MovingRequest) -> DecidedRequest:
+    async def arrived(self, moving: MovingRequest) -> DecidedRequest:
         """Wait for the rest of the KV that the decode engine waits for too; what became of it.
 
         If it does not come, the decode engine learns that as well, and prefills.
         """
         await asyncio.wait((moving.arriving,))
         try:
-            return self._result(request, moving)
+            return self._result(moving)
         except HopFailedError as failure:
             prompt, decision, fallback = moving.prompt, moving.decision, failure.reason
             if failure.kept is None:
-                local = self._at_decode(request, prompt, decision, "fallback", fallback)
+                local = self._at_decode(prompt, decision, "fallback", fallback)
                 return replace(local, first_token=moving.first_token)
             # The decode engine has the ticket, and finds what has come by itself.
-            kept = self._from_kept(request, prompt, decision, failure.kept, fallback)
+            kept = self._from_kept(prompt, decision, failure.kept, fallback)
             return replace(kept, first_token=moving.first_token)
 
-    def _result(self, request: ServingRequest, moving: EarlyRequest | MovingRequest) -> DecidedRequest:
+    def _result(self, moving: EarlyRequest | MovingRequest) -> DecidedRequest:
         """What has arrived. Raises HopFailedError."""
         try:
             moved = moving.arriving.result()
         except HopFailedError as failure:
-            self._fell_back(request, failure.reason)
+            self._fell_back(moving.request, failure.reason)
             raise
-        request.record.attempts[-1].outcome = "done"
-        return replace(moved, first_token=moving.first_token, fallback=moving.fallback)
+        moving.request.record.attempts[-1].outcome = "done"
+        return replace(moved, prompt=moving.prompt, first_token=moving.first_token, fallback=moving.fallback)
 
     def _fell_back(self, request: ServingRequest, reason: str) -> None:
         request.record.fell_back(request.record.attempts[-1], reason)
-        self._metrics.fallbacks.labels(reason).inc()
+        self._context.metrics.fallbacks.labels(reason).inc()
 
     def _from_kept(
-        self,
-        request: ServingRequest,
-        prompt: TokenizedPrompt,
-        decision: Decision,
-        kept: KeptPart,
-        fallback: str,
+        self, prompt: TokenizedPrompt, decision: Decision, kept: KeptPart, fallback: str
     ) -> KeptRequest:
         """The decode engine loads what has come of a broken transfer, and computes the rest."""
-        left_tokens = len(prompt.token_ids) - kept.usable_tokens
-        self._metrics.kept_tokens.inc(kept.usable_tokens - kept.ticket.skip_tokens)
-        request.record.note(f"{decision.decode} goes on after {kept.usable_tokens} tokens that had come")
-        local = self._at_decode(request, prompt, decision, "kept", fallback)
+        record, left_tokens = prompt.request.record, len(prompt.token_ids) - kept.usable_tokens
+        self._context.metrics.kept_tokens.inc(kept.usable_tokens - kept.ticket.skip_tokens)
+        record.note(f"{decision.decode} goes on after {kept.usable_tokens} tokens that had come")
+        local = self._at_decode(prompt, decision, "kept", fallback)
         mine = structs.replace(local.decision, prefill_tokens=left_tokens)
-        request.record.attempts[-1].decision = mine
+        record.attempts[-1].decision = mine
         return KeptRequest(
             decision=mine, prompt=prompt, prefix=local.prefix, fallback=fallback, transfer=kept
         )
 
     async def _from_pool(
-        self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision, fallback: str | None
+        self, prompt: TokenizedPrompt, decision: Decision, fallback: str | None
     ) -> LocalRequest:
         """The decode instance prefills itself, after what another pool has of the prompt has come."""
         moved = MovedPrefix(decision)
         if decision.cache_transfer is not None and decision.cache_transfer.from_pool:
-            moved = await self._prefixes.move(request, prompt, decision)
-        local = self._at_decode(request, prompt, moved.decision, decision.reason, fallback)
+            moved = await self._prefixes.move(prompt, decision)
+        local = self._at_decode(prompt, moved.decision, decision.reason, fallback)
         return replace(local, prefix=moved)
 
     def delivered(self, ready: ReadyRequest) -> None:
@@ -257,7 +275,9 @@ class PrefillOrchestrator:
 
     def abandon(self, ready: ReadyRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed."""
-        self._remote.abandon(ready, reason)
+        transfer = ready.given_up()
+        if transfer is not None:
+            self._hops.transfers.abandon(transfer.ticket, reason)
 
     def _note_rejections(self, request: ServingRequest, consumer: str) -> None:
         for producer in self._plane.members.instances:
@@ -268,21 +288,16 @@ class PrefillOrchestrator:
     def _direct(self, request: ServingRequest, prompt: DirectPrompt, decision: Decision) -> DirectRequest:
         """The decode engine gets the request as it is."""
         request.record.direct_reason = prompt.reason
-        self._metrics.direct.labels(prompt.reason).inc()
+        self._context.metrics.direct.labels(prompt.reason).inc()
         if prompt.num_tokens:
             request.record.start(decision, prompt.num_tokens).outcome = "done"
-        return DirectRequest(decision=decision, prompt=prompt)
+        return DirectRequest(decision=decision, prompt=prompt, asked=request)
 
     def _at_decode(
-        self,
-        request: ServingRequest,
-        prompt: TokenizedPrompt,
-        decision: Decision,
-        reason: str,
-        fallback: str | None,
+        self, prompt: TokenizedPrompt, decision: Decision, reason: str, fallback: str | None
     ) -> LocalRequest:
         """The decode instance of `decision` prefills itself."""
-        self._metrics.direct.labels(reason).inc()
+        self._context.metrics.direct.labels(reason).inc()
         if decision.transfers:
             # The policy did not ask what the decode instance can reuse. Attention blocks that need not be sent
             # are a bound.
@@ -296,5 +311,27 @@ class PrefillOrchestrator:
                 reason=reason,
                 cache_transfer=None,
             )
-        request.record.start(decision, len(prompt.token_ids)).outcome = "done"
+        prompt.request.record.start(decision, len(prompt.token_ids)).outcome = "done"
         return LocalRequest(decision=decision, prompt=prompt, prefix=MovedPrefix(decision), fallback=fallback)
+
+
+def decision_attributes(decision: Decision, policy: str) -> dict[str, AttributeValue]:
+    """What a decision's span tells."""
+    told: dict[str, AttributeValue] = {
+        "prfaas.policy": policy,
+        "prfaas.route": str(decision.route),
+        "prfaas.reason": decision.reason,
+        "prfaas.uncached_tokens": decision.uncached_tokens,
+        "prfaas.prefill_tokens": decision.prefill_tokens,
+        "prfaas.skip_tokens": decision.skip_tokens,
+        "prfaas.prefill.instance": decision.prefill,
+        "prfaas.decode.instance": decision.decode,
+    }
+    for name, value in (
+        ("prfaas.threshold_tokens", decision.threshold_tokens),
+        ("prfaas.predicted_ttft_s", decision.predicted_ttft_s),
+    ):
+        # No attribute in place of "never" and "unknown".
+        if math.isfinite(value):
+            told[name] = float(value)
+    return told

@@ -10,7 +10,7 @@ from prfaas.core.route_header import RouteHeader
 from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
-from prfaas.serving.gateway.prompts.request import TokenizedPrompt
+from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.ways.first_token import SampledTokens
 from prfaas.serving.gateway.ways.kv_transfer import KeptPart, MovedPrefix, StartedTransfer, TransferDone
 
@@ -29,6 +29,11 @@ class ReadyRequest(ABC):
 
     moves_kv: ClassVar[bool] = False
     """Whether KV of the prompt lies at the decode engine's staging, or is on its way."""
+
+    @property
+    @abstractmethod
+    def request(self) -> ServingRequest:
+        """Whose way this is."""
 
     @property
     def decode(self) -> str:
@@ -68,6 +73,11 @@ class DirectRequest(ReadyRequest):
     """The decode engine gets it as it is, and prefills all of it."""
 
     prompt: DirectPrompt
+    asked: ServingRequest
+
+    @property
+    def request(self) -> ServingRequest:
+        return self.asked
 
     def header(self) -> RouteHeader:
         name, is_seen = self.decode, self.prompt.num_tokens > 0
@@ -92,6 +102,10 @@ class DecidedRequest(ReadyRequest):
     """Who has sampled the answer's first token before the decode instance was asked; None: it samples all."""
     fallback: str | None = None
     """Why an earlier prefill elsewhere failed, in one word."""
+
+    @property
+    def request(self) -> ServingRequest:
+        return self.prompt.request
 
     @property
     def reuse_ids(self) -> Sequence[int] | None:
