@@ -188,7 +188,8 @@ def test_no_answer_sends_a_question_elsewhere() -> None:
     """A server that redirects would have tools and gateways ask whom it likes."""
     asked = 0
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "session." in text else ():
             if isinstance(node, ast.Call) and re.fullmatch(
                 r"(self\.)?_?session\.(get|post|put|delete|request)", ast.unparse(node.func)
             ):
