@@ -33,13 +33,29 @@ SHIPPED = {
 OWN = {
     "serving/engines/preparation.py": "read_text",
     "serving/engines/trained/wheels.py": "read_text zipfile.ZipFile",
-    "serving/engines/vllm/sibling_ranks.py": "recv unpack",
+    "serving/engines/vllm/sibling_ranks.py": "frombuffer recv unpack",
     "serving/engines/vllm/template.py": "exec json.loads readline recv_fds",
-    "serving/pool/arena.py": "read_text unpack_from",
+    "serving/pool/arena.py": "mmap.mmap read_text unpack_from",
     "serving/pool/journal.py": "msgspec.msgpack.Decoder read_bytes unpack_from",
     "serving/pool/page_table.py": "unpack_from",
     "serving/pool/processes.py": "read_text unpack",
-    "core/prefix/hashing.py": "iter_unpack unpack_from",
+    "core/prefix/hashing.py": "frombuffer iter_unpack unpack_from",
+}
+# Views of memory that this process, or its machine's engines and pool, hold already: no byte is read by them.
+VIEWS = {
+    "core/scheduling/length_window.py": "frombuffer",
+    "core/workload/requests.py": "frombuffer",
+    "serving/engines/page_digests.py": "frombuffer",
+    "serving/engines/synthetic/content.py": "frombuffer",
+    "serving/engines/vllm/cut_pages.py": "frombuffer",
+    "serving/engines/vllm/dense_sums.py": "frombuffer",
+    "serving/engines/vllm/device_pages.py": "frombuffer",
+    "serving/engines/vllm/pages.py": "frombuffer",
+    "serving/pool/copies.py": "frombuffer",
+    "serving/pool/ssd_file.py": "frombuffer mmap.mmap",
+    "serving/pool/ssd_tier.py": "frombuffer",
+    "serving/pool/store.py": "frombuffer",
+    "serving/transport/io/staging_memory.py": "mmap.mmap",
 }
 # Files that somebody put there: bounded, see the table. What else is decoded has come through one of these.
 FILES = {
@@ -57,9 +73,9 @@ FRAMES = {
     "core/pool/geometry.py": "msgspec.msgpack.decode",
     "core/prefix/digests.py": "msgspec.msgpack.Decoder",
     "core/prefix/events.py": "msgspec.msgpack.Decoder",
-    "serving/pool/client.py": "msgspec.msgpack.Decoder recv_fds recv_into",
+    "serving/pool/client.py": "frombuffer msgspec.msgpack.Decoder recv_fds recv_into",
     "serving/pool/connection.py": "msgspec.msgpack.Decoder recv",
-    "serving/transport/protocol/compression.py": "unpack_from",
+    "serving/transport/protocol/compression.py": "decompress frombuffer unpack_from",
     "serving/transport/protocol/handover.py": "msgspec.msgpack.decode",
     "serving/transport/io/greeting.py": "read readexactly recv",
     "serving/transport/io/observer.py": "readexactly",
@@ -69,9 +85,10 @@ FRAMES = {
     "serving/transport/protocol/wire.py": "msgspec.json.Decoder unpack_from",
 }
 # Over HTTP: bodies are bounded by `BodyReader` and aiohttp's `client_max_size`, answers by `HttpPool` and
-# `read_bounded`, lines of etcd's watch by aiohttp's buffer.
+# `read_bounded`, lines of etcd's watch by aiohttp's buffer, streams by their parsers: `EventStream`, `SseParser`.
 HTTP = {
     "cli/common.py": "json.loads",
+    "serving/bounded_answer.py": "iter_chunked",
     "serving/engines/synthetic/api_bodies.py": "orjson.loads",
     "serving/engines/synthetic/server.py": "json read",
     "serving/fleet/control.py": "msgspec.json.decode",
@@ -80,12 +97,14 @@ HTTP = {
     "serving/gateway/answers/calls.py": "msgspec.json.decode",
     "serving/gateway/answers/shadow.py": "orjson.loads",
     "serving/gateway/answers/transcript.py": "orjson.loads",
-    "serving/gateway/bodies.py": "msgspec.json.Decoder orjson.loads",
+    "serving/gateway/bodies.py": "frombuffer fromstring msgspec.json.Decoder orjson.loads",
     "serving/gateway/console.py": "msgspec.json.decode read",
     "serving/gateway/dialects.py": "orjson.loads",
+    "serving/gateway/intake.py": "readany",
     "serving/gateway/prompts/tokenization.py": "msgspec.json.decode",
     "serving/gateway/ways/hops.py": "orjson.loads",
-    "tools/http_client.py": "orjson.loads",
+    "tools/http_client.py": "iter_any orjson.loads",
+    "tools/replay/client.py": "iter_any",
 }
 # Methods of our own with such a name, which have bounds.
 OWN_METHODS = {
@@ -94,19 +113,22 @@ OWN_METHODS = {
     "cli/replay.py": "read",
     "cli/simulate.py": "read",
     "serving/gateway/answers/answering.py": "read",
-    "serving/gateway/answers/streams.py": "orjson.loads read",
+    "serving/gateway/answers/streams.py": "orjson.loads read readany",
     "serving/gateway/clients.py": "read",
     "serving/gateway/engine_client.py": "read",
+    "serving/gateway/http_pool.py": "readany",
 }
-LISTED = (SHIPPED, OWN, FILES, FRAMES, HTTP, OWN_METHODS)
+LISTED = (SHIPPED, OWN, VIEWS, FILES, FRAMES, HTTP, OWN_METHODS)
 
 _DECODERS = re.compile(
     r"(json|orjson|pickle|marshal|tomllib)\.loads?|pickle\.Unpickler|yaml\.\w*(load|load_all|compose|compose_all)"
     r"|csv\.(reader|DictReader)|(gzip|bz2|lzma)\.(open|decompress)|zlib\.decompress(obj)?|tarfile\.open|zipfile\.ZipFile"
-    r"|ast\.literal_eval|eval|exec|msgspec\.\w+\.(decode|Decoder)"
+    r"|mmap\.mmap|(np|numpy|torch)\.load|ast\.literal_eval|eval|exec|msgspec\.\w+\.(decode|Decoder)"
 )
 _ALWAYS = {"readexactly", "readuntil", "recv", "recv_into", "recvfrom", "recvmsg", "recv_fds"}
-_ALWAYS |= {"unpack", "unpack_from", "iter_unpack"}
+_ALWAYS |= {"unpack", "unpack_from", "iter_unpack", "frombuffer", "fromfile", "fromstring"}
+_ALWAYS |= {"memmap", "decompress"}
+_ALWAYS |= {"readany", "iter_any", "iter_chunked", "iter_chunks"}
 # With a length they are bounded. `json` and `text` are aiohttp's: awaited, of all that comes.
 _WHOLE = {"read", "readline", "readlines", "read_text", "read_bytes"}
 
@@ -150,12 +172,30 @@ async def f(response, sock, path):
     orjson.loads(await response.read()), await response.json(), response.json(), response.read(100)
     msgspec.msgpack.Decoder(int), struct.unpack("q", sock.recv(8)), pickle.load(path.open()), path.read_text()
     eval("1"), path.eval("1"), json.dumps(1)
+    async for piece in response.content.iter_any():
+        np.frombuffer(piece, np.uint8), np.load(path), self.load(path)
+    while piece := await response.content.readany():
+        zstandard.ZstdDecompressor().decompress(piece)
 """
     assert sorted(boundary_calls(new)) == [
-        *("eval", "json", "msgspec.msgpack.Decoder", "orjson.loads", "pickle.load"),
-        *("read", "read_text", "recv", "unpack"),
+        *("decompress", "eval", "frombuffer", "iter_any", "json", "msgspec.msgpack.Decoder", "np.load"),
+        *("orjson.loads", "pickle.load", "read", "read_text", "readany", "recv", "unpack"),
     ]
     assert [*boundary_calls("from json import dumps, loads")] == ["from json"]
+
+
+def test_no_answer_sends_a_question_elsewhere() -> None:
+    """A server that redirects would have tools and gateways ask whom it likes."""
+    asked = 0
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "session." in text else ():
+            if isinstance(node, ast.Call) and re.fullmatch(
+                r"(self\.)?_?session\.(get|post|put|delete|request)", ast.unparse(node.func)
+            ):
+                asked += 1
+                assert "allow_redirects=False" in map(ast.unparse, node.keywords), f"{path}:{node.lineno}"
+    assert asked >= 8
 
 
 def test_each_boundary_of_the_page_has_a_reader_and_a_test() -> None:

@@ -265,8 +265,14 @@ def test_a_key_that_is_gone_while_engines_run(
 def test_processes_tell_their_clock_descriptors_and_version() -> None:
     text = "process_open_fds 900.0\nprocess_max_fds 1024.0\nprocess_max_fds_created 1\n"
 
+    async def pieces() -> AsyncIterator[bytes]:
+        for line in text.splitlines(keepends=True):
+            yield line.encode()
+            await asyncio.sleep(0.01)
+
     def metrics(_request: web.Request) -> web.Response:
-        return web.Response(text=text, headers={"Date": "Sun, 22 Nov 2026 12:00:00 GMT"})
+        # As servers write what is long.
+        return web.Response(body=pieces(), headers={"Date": "Sun, 22 Nov 2026 12:00:00 GMT"})
 
     async def ask() -> tuple[ProcessFacts, ProcessFacts]:
         async with served({"/metrics": metrics}) as port, aiohttp.ClientSession() as session:

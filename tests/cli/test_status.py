@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from prfaas.cli import main as cli
+from prfaas.cli.common import AdminAddress, CliError, fetch
 from prfaas.cli.status_tables import _condition, _copies, tables
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.explanation import sentences
@@ -509,3 +510,29 @@ def test_the_state_counts_what_links_have_carried(deployment: Deployment) -> Non
 
     (link,) = asyncio.run(made())["links"].values()
     assert (link["egress_per_gb"], link["egress_cost"]) == (0.5, 1.5)
+
+
+def test_the_operators_token_goes_to_nobody_else() -> None:
+    """A server that redirects would be handed it, and could have this machine ask whom it likes."""
+    asked: list[str] = []
+
+    class Redirects(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Redirects) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            with pytest.raises(CliError, match="answered 302; is it a prfaas gateway"):
+                fetch(AdminAddress(f"http://127.0.0.1:{server.server_port}", "secret"), "/prfaas/state")
+        finally:
+            server.shutdown()
+            serving.join()
+    assert asked == ["/prfaas/state"]

@@ -1,5 +1,6 @@
 """Server-sent events, cut anywhere."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,3 +25,10 @@ def test_a_line_that_is_not_whole_is_no_event_yet() -> None:
     assert parser.feed(b"data: 1") == []
     assert parser.feed(b"2\n") == [b"12"]
     assert not parser.ended
+
+
+def test_a_line_without_end_is_given_up() -> None:
+    parser = SseParser()
+    with pytest.raises(ValueError, match="a line of the stream has more than 16777216 bytes"):
+        for _ in range(20):
+            parser.feed(bytes(1 << 20))

@@ -2,6 +2,7 @@
 
 _DATA = b"data:"
 _END = b"[DONE]"
+_MOST_LINE_BYTES = 16 << 20
 
 
 class SseParser:
@@ -13,8 +14,14 @@ class SseParser:
         self._partial_line = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Data of the events that `piece` completes, in order; the mark of the end is not among them."""
+        """Data of the events that `piece` completes, in order; the mark of the end is not among them.
+
+        Raises:
+            ValueError: a line has no end.
+        """
         *lines, self._partial_line = (self._partial_line + piece).split(b"\n")
+        if len(self._partial_line) > _MOST_LINE_BYTES:
+            raise ValueError(f"a line of the stream has more than {_MOST_LINE_BYTES} bytes")
         events = []
         for line in lines:
             if not line.startswith(_DATA):

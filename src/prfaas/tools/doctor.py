@@ -185,7 +185,8 @@ class _Engine:
         try:
             https = https_options(self.instance, self.tls)
             url = f"{self.instance.url}/health"
-            async with self.session.get(url, timeout=_HEALTH_TIMEOUT, **https) as response:
+            asked = self.session.get(url, timeout=_HEALTH_TIMEOUT, allow_redirects=False, **https)
+            async with asked as response:
                 status = response.status
         except TlsFileError as error:
             return self._unusable(str(error), "mend the certificates first")
@@ -320,7 +321,8 @@ async def check_gateway(deployment: Deployment, session: aiohttp.ClientSession) 
     """The gateway is up and has an engine to decode with."""
     url = deployment.gateway.url
     try:
-        async with session.get(f"{url}/health", timeout=_HEALTH_TIMEOUT) as response:
+        asked = session.get(f"{url}/health", timeout=_HEALTH_TIMEOUT, allow_redirects=False)
+        async with asked as response:
             status, text = response.status, (await read_bounded(response)).decode("utf-8", "replace")
     except (aiohttp.ClientError, TimeoutError):
         return problem(
@@ -354,7 +356,8 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
     url = f"{deployment.gateway.url}/v1/completions"
     headers = {"Authorization": f"Bearer {os.environ[_KEY_VARIABLE]}"} if _KEY_VARIABLE in os.environ else {}
     try:
-        async with session.post(url, json=body, timeout=_PROBE_TIMEOUT, headers=headers) as response:
+        asked = session.post(url, json=body, timeout=_PROBE_TIMEOUT, headers=headers, allow_redirects=False)
+        async with asked as response:
             status, header = response.status, response.headers.get(ROUTE_HEADER)
             text = (await read_bounded(response)).decode("utf-8", "replace")
             request_id = response.headers.get(REQUEST_ID_HEADER, "")

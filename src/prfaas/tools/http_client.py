@@ -57,7 +57,8 @@ async def get_json(
         aiohttp.ClientError, TimeoutError: no whole answer.
     """
     timeout = session.timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
-    async with session.get(url, timeout=timeout, headers=headers, **https) as response:
+    asked = session.get(url, timeout=timeout, headers=headers, allow_redirects=False, **https)
+    async with asked as response:
         return await _json_of(response)
 
 
@@ -65,7 +66,8 @@ async def post_json(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], *, https: Mapping[str, Any] = _PLAIN
 ) -> dict[str, Any]:
     """The JSON object that answers `body`. `https` and what it raises: as `get_json`."""
-    async with session.post(url, data=orjson.dumps(body), headers=_JSON, **https) as response:
+    asked = session.post(url, data=orjson.dumps(body), headers=_JSON, allow_redirects=False, **https)
+    async with asked as response:
         return await _json_of(response)
 
 
@@ -80,7 +82,8 @@ async def streamed(
         ValueError: an event says what went wrong, or is no JSON object.
         aiohttp.ClientError, TimeoutError: no whole answer.
     """
-    async with session.post(url, data=orjson.dumps(body), headers=_JSON) as response:
+    asked = session.post(url, data=orjson.dumps(body), headers=_JSON, allow_redirects=False)
+    async with asked as response:
         if response.status != 200:
             raise AnswerError(response.status, await read_bounded(response))
         yield response.headers, _events(response)

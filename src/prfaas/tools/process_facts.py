@@ -14,6 +14,7 @@ import aiohttp
 
 from prfaas import __version__
 from prfaas.core.deployment import Deployment, Instance
+from prfaas.serving.bounded_answer import read_bounded
 from prfaas.serving.certificates import https_options
 from prfaas.serving.gateway import GatewayOptions
 from prfaas.serving.kv_ports import KvPorts
@@ -120,11 +121,13 @@ async def process_facts(
     """
     begun_s = now_s()
     try:
-        asked = session.get(f"{url}/metrics", timeout=_TIMEOUT, headers=headers, **(https or {}))
+        asked = session.get(
+            f"{url}/metrics", timeout=_TIMEOUT, headers=headers, allow_redirects=False, **(https or {})
+        )
         async with asked as response:
             between_s = (begun_s + now_s()) / 2
             date = response.headers.get("Date")
-            text = await response.content.read(_MOST_BYTES) if response.status == 200 else b""
+            text = await read_bounded(response, _MOST_BYTES) if response.status == 200 else b""
     except (aiohttp.ClientError, TimeoutError, OSError):
         return ProcessFacts(name, prfaas_version=version)
     return ProcessFacts(name, _ahead_s(date, between_s), _count(_OPEN, text), _count(_MOST, text), version)

@@ -4,6 +4,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mutations import mutated
@@ -71,3 +72,17 @@ def test_a_machine_may_tell_anything_of_its_events(payloads: list[bytes]) -> Non
             index.apply("a", decode_events(payload))
     index.match(index.chains([1, 2, 3, 4]))
     index.drop("a")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "stored", "hashes": [1], "block_tokens": 16, "group": 128, "kind": "sliding_window"},
+        {"type": "stored", "hashes": [1], "digests": [1], "block_tokens": 16, "lookahead_tokens": 65},
+        {"type": "removed", "hashes": [1] * (2 << 20)},
+    ],
+    ids=["more groups than models have", "more tokens ahead than drafters look", "more than a step"],
+)
+def test_what_would_cost_each_request_or_the_event_loop_is_no_batch(event: dict[str, object]) -> None:
+    with pytest.raises(MalformedEventsError):
+        decode_events(msgspec.msgpack.encode([event]))

@@ -102,3 +102,12 @@ def test_who_is_not_ready_is_asked_again_for_what_is_read(tmp_path: Path) -> Non
     assert asked(tmp_path, fail, times=2) == ([None] * 2, "cc")
     # What holds both back is the engine; it is not known yet whether it can choose.
     assert asked(tmp_path, refuse, whole=fail, times=2) == ([None] * 2, "cwcw")
+
+
+def test_metrics_without_end_are_no_metrics(tmp_path: Path) -> None:
+    """They are read in one piece of the event loop, which four MiB of samples held for a third of a second."""
+
+    async def tell_too_much(_request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"process_start_time_seconds 1\n" * (2 << 15))
+
+    assert asked(tmp_path, tell_too_much, times=1)[0] == [None]

@@ -7,16 +7,18 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.prefix.digests import HeldEvent
+from prfaas.core.prefix.digests import HeldEvent, encode_events
 from prfaas.core.prefix.events import Cleared
 from prfaas.core.prefix.index import GlobalIndex
 from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.engines.event_relay import EventRelay
 from prfaas.serving.transport.protocol import event_log
+from prfaas.serving.transport.protocol.requests import FollowOrder
 
 from .publisher import Publisher, stored
 from .relay_port import RelayPort
@@ -323,3 +325,52 @@ def test_neither_token_ids_nor_salts_leave_the_relay(deployment: Deployment) -> 
     assert fed.ports["home-d0"].frames and not found(b"".join(fed.ports["home-d0"].frames))
     chains = fed.index.chains([*ids, 0], "salt-of-a-tenant")
     assert fed.index.match(chains)["home-d0"].attention_tokens == 16
+
+
+@pytest.mark.parametrize("kind", ["nothing", "another session", "unreadable"])
+def test_who_answers_at_once_with_nothing_to_go_on_from_is_asked_less_and_less(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+    pauses: list[float] = []
+    drops: list[str] = []
+    real_sleep = asyncio.sleep
+
+    async def noted_sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await real_sleep(0)
+
+    class Port:
+        async def request(self, _id: bytes, order: FollowOrder, _timeout_s: float) -> dict[str, object]:
+            nonlocal asked
+            asked += 1
+            if asked > 12:
+                await asyncio.Event().wait()
+            session = str(asked) if kind == "another session" else "s"
+            batches = (
+                [] if kind == "nothing" else [b"\xc1" if kind == "unreadable" else encode_events([])] * 500
+            )
+            return {"session": session, "first": order.first, "batches": batches, "reason": "gap"}
+
+    async def main() -> EventFeed:
+        port: Any = Port()
+        feed = EventFeed(
+            ["evil"], lambda _: port, apply=lambda *_: None, drop=lambda _, why: drops.append(why)
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio, "sleep", noted_sleep)
+            task = asyncio.create_task(feed.run())
+            async with asyncio.timeout(60):
+                while asked <= 12:
+                    await real_sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return feed
+
+    feed = asyncio.run(main())
+    waited = [pause for pause in pauses if pause]
+    # The first answer may begin a session.
+    assert len(waited) >= 11 and waited == sorted(waited) and max(waited) == 5.0
+    assert feed.waiting_batches == 0
+    # Of an answer that can't be read nothing more is tried.
+    assert len(drops) == {"nothing": 0, "another session": 11, "unreadable": 12}[kind]

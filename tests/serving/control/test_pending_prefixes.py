@@ -1,5 +1,7 @@
 """What is expected somewhere: found while it lives, forgotten after, never more than was sent."""
 
+from typing import NoReturn
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,3 +69,23 @@ def common_prefix(one: list[int], other: list[int]) -> list[int]:
     while length < min(len(one), len(other)) and one[length] == other[length]:
         length += 1
     return one[:length]
+
+
+class NotSearched(dict[int, int]):
+    def items(self) -> NoReturn:
+        raise AssertionError("searched")
+
+
+def test_who_was_sent_nothing_is_forgotten_at_once_however_often() -> None:
+    expected = PendingPrefixes()
+    expected.add("b", chains(1), 0.0)
+    for _ in range(100):
+        expected.add("a", chains(1, 2), 0.0)
+        expected.drop("a")
+    assert expected.match(chains(1, 2), 0.0) == {"b": BLOCK}
+    # Its place is taken again: a mask has a bit for each instance, not for each time.
+    assert max(block.bit_length() for each in expected._generations for block in each.values()) <= 2
+    expected._generations = [NotSearched(each) for each in expected._generations]
+    expected.drop("a")
+    expected.drop("nobody")
+    assert expected.match(chains(1, 2), 0.0) == {"b": BLOCK}

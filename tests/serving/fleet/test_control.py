@@ -733,3 +733,42 @@ def test_the_digest_is_of_what_gateways_share(deployment: Deployment, tmp_path: 
         "allocation_period_s: 60 -> allocation_period_s: 61",
     ):
         assert file_digest(deployment_of(folder, change=change)) != file_digest(deployment)
+
+
+def test_marks_that_come_and_go_leave_nothing(deployment: Deployment, clock: FakeClock) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        for number in range(100):
+            stage.etcd.set(f"{PREFIX}drained/x{number}", b"")
+            stage.etcd.set(f"{PREFIX}drained/x{number}", None)
+        for wanted in (True, False):
+            a.plane.drains.drain("home-d0", wanted=wanted)
+            await until(lambda: not a.fleet.state(0.0)["fleet"]["unwritten_drains"])
+        await heard(stage, a, "drained/home-d0")
+        await heard(stage, b, "drained/home-d0")
+        for node in (a, b):
+            assert (node.fleet._marks._revisions, node.fleet._marks._marked) == ({}, set())
+        # Its own word, and then what the watch tells late of the time before.
+        marks = a.fleet._marks
+        marks._note("home-d1", False, 1000)
+        marks.hear("home-d1", True, 999)
+        assert marks._marked == set()
+        marks.hear("home-d1", False, 1000)
+        assert marks._revisions == {}
+
+    play(deployment, clock, scene)
+
+
+class NotSearched(list[str]):
+    def __contains__(self, _: object) -> bool:
+        raise AssertionError("searched once for each threshold: 75,000 of both took minutes")
+
+
+def test_a_decision_is_read_once(deployment: Deployment, clock: FakeClock) -> None:
+    async def scene(stage: Stage) -> None:
+        (a,) = await stage.join("a")
+        told = Decisions("x", "y", thresholds={"home": 77.0, "nobody": 1.0}, held=NotSearched(["home"]))
+        a.fleet._decisions.follow(told)
+        assert a.threshold == 77.0
+
+    play(deployment, clock, scene)

@@ -2,14 +2,16 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.core.deployment import FleetConfig
+from prfaas.serving.fleet import member
 from prfaas.serving.fleet.member import FleetMember
+from prfaas.serving.fleet.store import Entry, StoreChange
 
 from .memory_store import MemoryEtcd, MemoryStore
 
@@ -21,6 +23,7 @@ class Node:
 
     def __init__(self, etcd: MemoryEtcd, name: str) -> None:
         self.store = MemoryStore(etcd)
+        self.name = name
         self.said = name.encode()
         self.values: dict[str, bytes] = {}
         self.joined = 0
@@ -278,5 +281,60 @@ def test_a_value_that_cannot_be_taken_costs_a_session_and_no_more() -> None:
         b.task = asyncio.create_task(b.member.run())
         await until(lambda: b.member.is_connected and b.values == {"decisions": b"absurd"})
         return [a, b]
+
+    play(scene)
+
+
+def test_keys_without_end_get_no_more_than_a_fleet_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "_MOST_GATEWAYS", 8)
+    monkeypatch.setattr(member, "_MOST_KEYS", 20)
+    monkeypatch.setattr(member, "_MOST_VALUE_BYTES", 1000)
+
+    async def scene(etcd: MemoryEtcd, _clock: Time) -> list[Node]:
+        (a,) = await fleet(etcd, "z")
+        for number in range(100):
+            etcd.set(f"/prfaas/test/gateways/a{number}", b"x")
+            etcd.set(f"/prfaas/test/drained/a{number}", b"x")
+        etcd.set("/prfaas/test/drained/a3", None)
+        etcd.set("/prfaas/test/decisions", bytes(1001))
+        etcd.set("/prfaas/test/" + "k" * 600, b"x")
+        etcd.set("/prfaas/test/reloaded", b"the last")
+        # Heard by the watch, and read by who joins.
+        late = Node(etcd, "late")
+        nodes = [a, late]
+        await until(lambda: "reloaded" in a.values and late.member.is_connected)
+        for node in nodes:
+            assert len(node.member.members) <= 9 and len(node.values) <= 20
+            assert node.name in node.member.members and "decisions" not in node.values
+        assert a.member.leader == "z"
+        return nodes
+
+    play(scene)
+
+
+def test_a_watch_that_tells_without_end_leaves_the_loop_to_others() -> None:
+    async def scene(etcd: MemoryEtcd, _clock: Time) -> list[Node]:
+        (a,) = await fleet(etcd, "a")
+        entry = Entry("/prfaas/test/decisions", b"x", 5, 5)
+        told, turns = asyncio.Event(), 0
+
+        async def endless(_prefix: str, _first: int) -> AsyncIterator[Sequence[StoreChange]]:
+            nonlocal turns
+            turns = 0
+            for _ in range(1000):
+                yield [StoreChange(entry.key, entry, entry.changed)]
+            yield [StoreChange(entry.key, entry, entry.changed)] * 100_000
+            told.set()
+            await asyncio.Event().wait()
+
+        a.store.watch = endless  # type: ignore[method-assign]
+        etcd.stop()
+        await until(lambda: not a.member.is_connected)
+        etcd.start()
+        while not told.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns > 1000 + 100_000 / 256
+        return [a]
 
     play(scene)

@@ -247,3 +247,38 @@ def test_what_etcd_leaves_out_is_nothing() -> None:
         b'{"result": {"events": [{"type": "DELETE", "kv": {"key": "L2Y=", "mod_revision": "9"}}]}}'
     )
     assert [each.change for each in event.result.events] == [StoreChange("/f", None, 9)]
+
+
+def test_a_watch_that_says_nothing_without_end_leaves_the_loop_to_others() -> None:
+    lines = 20_000
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + b"{}\n" * lines)
+        await writer.drain()
+        writer.close()
+
+    async def main() -> int:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        store = EtcdStore(FleetConfig((f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",)))
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        try:
+            with pytest.raises(StoreError, match="ended the watch"):
+                async for _ in store.watch("/f/", 1):
+                    raise AssertionError("nothing was told")
+        finally:
+            counting.cancel()
+            await store.close()
+            server.close()
+            await server.wait_closed()
+        return turns
+
+    assert asyncio.run(main()) > lines

@@ -1,17 +1,22 @@
 """Engines and tools at the daemon's socket."""
 
+import asyncio
 import contextlib
+import errno
 import os
 import random
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from prfaas.core.pool.keys import page_id
+from prfaas.serving.pool import daemon as pool_daemon
+from prfaas.serving.pool import store as pool_store
 from prfaas.serving.pool.arena import ArenaError
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon, PoolError
@@ -196,6 +201,7 @@ def test_the_slots_of_a_killed_engine_are_free_again(tmp_path: Path) -> None:
         msgspec.msgpack.encode(["open", 1, "king", 0, bytes(8), None]),
         msgspec.msgpack.encode(["open", 1, "worker", 0, bytes(8), b"no geometry"]),
         msgspec.msgpack.encode(["open", 1, "worker", 5, bytes(8), HYBRID.encode()]),
+        msgspec.msgpack.encode(["open", 1, "worker", 0, bytes(9), HYBRID.encode()]),
         msgspec.msgpack.encode(["open", 1, "worker", 0, bytes(8), msgspec.msgpack.encode(["x", 0, []])]),
     ],
 )
@@ -482,7 +488,7 @@ def test_a_client_that_reads_no_answers_is_not_read(tmp_path: Path) -> None:
                 asked += client.send(question * 10_000)
 
         def buffered(pool: PoolDaemon) -> int:
-            return max(len(each._received) for each in pool._connections)
+            return max(len(each.received) for each in pool._connections)
 
         most = daemon.in_loop(buffered)
         assert isinstance(most, int) and most <= MIB, f"{most} bytes wait, {asked} were sent"
@@ -513,3 +519,148 @@ def test_a_tool_brings_no_geometry(tmp_path: Path) -> None:
             assert b"a tool takes the geometry that the pool has" in tool.recv(4096)
         with connected(options) as client:
             assert first_match(client).usable_tokens == 256
+
+
+def test_connections_without_end_keep_no_engine_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_daemon, "_MOST_CONNECTIONS", 4)
+    options = pool_options(tmp_path)
+    tool = msgspec.msgpack.encode(["open", PROTOCOL_VERSION, "tool", 0, bytes(8), None])
+    with running_daemon(options) as daemon, connected(options) as client, contextlib.ExitStack() as stack:
+        for number in range(20):
+            connection = stack.enter_context(raw_connection(options))
+            if number % 2:
+                assert b"opened" in exchanged(connection, tool)
+        with connected(options) as another:
+            store_prompt(another, PROMPT)
+            assert first_match(client).usable_tokens == 256
+            assert daemon.in_loop(lambda pool: len(pool._connections)) == 4
+
+
+def test_a_pool_full_of_engines_takes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_daemon, "_MOST_CONNECTIONS", 1)
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options) as client, raw_connection(options) as connection:
+        assert connection.recv(100) == b""
+        store_prompt(client, PROMPT)
+
+
+def test_without_a_descriptor_nobody_is_accepted_for_a_moment(tmp_path: Path) -> None:
+    """A listener stays ready: the loop did nothing else, as fast as it can."""
+
+    one, other = socket.socketpair()
+
+    class Full:
+        times = 0
+
+        def fileno(self) -> int:
+            return one.fileno()
+
+        def accept(self) -> None:
+            self.times += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    async def heard() -> int:
+        full: Any = Full()
+        daemon = PoolDaemon(pool_options(tmp_path))
+        asyncio.get_running_loop().add_reader(one.fileno(), daemon._accept, full)
+        other.send(b"x")
+        for _ in range(50):
+            await asyncio.sleep(0)
+        return int(full.times)
+
+    with one, other:
+        assert asyncio.run(heard()) == 1
+
+
+def test_half_messages_of_many_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_daemon, "_MOST_HELD_BYTES", 3 * MIB)
+    options = pool_options(tmp_path)
+    opening = msgspec.msgpack.encode(["open", PROTOCOL_VERSION, "tool", 0, bytes(8), None])
+    with running_daemon(options) as daemon, connected(options) as client:
+        with raw_connection(options) as one, raw_connection(options) as other:
+            for connection in (one, other):
+                assert b"opened" in exchanged(connection, opening)
+            half = (16 * MIB).to_bytes(4, "little") + bytes(2 * MIB)
+            one.sendall(half)
+
+            def held(pool: PoolDaemon) -> int:
+                return sum(len(each.received) for each in pool._connections)
+
+            wait_until(lambda: daemon.in_loop(held) == len(half))
+            with contextlib.suppress(OSError):
+                other.sendall(half)
+            with contextlib.suppress(ConnectionResetError):
+                assert b"has no memory for this message" in other.recv(4096)
+            wait_until(lambda: daemon.in_loop(held) == len(half))
+        store_prompt(client, PROMPT)
+        assert first_match(client).usable_tokens == 256
+
+
+def test_sessions_that_are_lost_without_end_are_kept_once(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+
+    def lose(engine: int) -> bytes:
+        opening = ["open", PROTOCOL_VERSION, "worker", 0, engine.to_bytes(8), HYBRID.encode()]
+        with raw_connection(options) as connection:
+            return exchanged(connection, msgspec.msgpack.encode(opening))
+
+    with running_daemon(options) as daemon, connected(options) as client:
+        lost = lambda pool: len(pool._lost)  # noqa: E731
+        for _ in range(100):
+            assert b"opened" in lose(1)
+        wait_until(lambda: daemon.in_loop(lost) == 1)
+        for engine in range(2, 65):
+            assert b"opened" in lose(engine)
+            wait_until(lambda engine=engine: daemon.in_loop(lost) == engine)  # type: ignore[misc]
+        assert b"64 sessions of this process ended without a goodbye" in lose(65)
+        store_prompt(client, PROMPT)
+
+
+def test_matches_that_are_never_given_back_end_their_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_store, "_MOST_PINS", 5)
+    options = pool_options(tmp_path)
+    opening = msgspec.msgpack.encode(["open", PROTOCOL_VERSION, "scheduler", 0, bytes(8), HYBRID.encode()])
+    chain = packed_chain(chain_of(HYBRID, PROMPT))
+    with running_daemon(options) as daemon, connected(options) as client:
+        store_prompt(client, PROMPT)
+        with raw_connection(options) as connection:
+            assert b"opened" in exchanged(connection, opening)
+            asking = msgspec.msgpack.encode(["match", chain, 0, 256, True, TENANT, True])
+            for _ in range(5):
+                assert b"matched" in exchanged(connection, asking)
+            assert b"none is given back" in exchanged(connection, asking)
+        wait_until(lambda: client.stats()["pinned_pages"] == 0)  # type: ignore[index]
+        assert daemon.in_loop(lambda pool: len(pool._connections)) == 1
+
+
+def test_pages_are_verified_for_one_who_asks_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = pool_options(tmp_path)
+    at_once: list[int] = []
+    under_way = 0
+
+    async def counted(*_: object) -> tuple[int, int]:
+        nonlocal under_way
+        under_way += 1
+        at_once.append(under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return 0, 0
+
+    with running_daemon(options), connected(options) as client, ThreadPoolExecutor(8) as threads:
+        store_prompt(client, PROMPT)
+        monkeypatch.setattr(pool_daemon, "verify_pages", counted)
+        with contextlib.ExitStack() as stack:
+            tools = [stack.enter_context(connected(options, "tool", None)) for _ in range(8)]
+            assert len(list(threads.map(lambda tool: tool.verify(), tools))) == 8
+    assert at_once == [1] * 8
+
+
+def test_who_has_no_session_sends_no_long_message(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options), raw_connection(options) as connection:
+        connection.sendall((2 * MIB).to_bytes(4, "little"))
+        assert b"a message of 2097152 bytes is none of the pool's" in connection.recv(4096)

@@ -343,3 +343,24 @@ def test_too_many_connections(make_world: MakeWorld) -> None:
     await_true(lambda: world.receiver.stats()["connections"] == 1, 5.0, lambda: "up")
     with RawProducer(world), pytest.raises((ConnectionEnded, OSError)):
         RawProducer(world)
+
+
+def test_what_producers_say_without_end_pushes_out_no_transfer(make_world: MakeWorld) -> None:
+    world = make_world(receiver_options=replace(FAST_RECEIVER, max_tombstones=20))
+    sizes = [1000, 2000, 3000]
+    ended = make_ticket(1000)
+    with RawProducer(world) as raw, RawProducer(world, session="evil") as evil:
+        assert raw.open(ended, sizes)[0].kind is FrameType.ACCEPT
+        world.receiver.transfers.drop(ended.transfer_id, "over")
+        assert raw.answer()[0].kind is FrameType.ABORT
+        for number in range(200):
+            ticket = make_ticket(1000)
+            if number % 2:
+                evil.sock.sendall(abort(ticket.transfer_id, "nothing"))
+            else:
+                assert evil.open(ticket, sizes, sealed="x")[0].kind is FrameType.REFUSE
+        status = world.receiver.transfers.state(ended.transfer_id)
+        assert status is not None and status.reason == "over"
+        assert "used already" in raw.open(ended, sizes)[1]["reason"]
+        assert world.receiver.stats()["tombstones"] <= 40
+    world.await_clean()

@@ -10,6 +10,7 @@ import pytest
 import uvloop
 
 from prfaas.serving.own_process import LoopClock
+from prfaas.serving.transport.io import observer as observer_module
 from prfaas.serving.transport.io.observer import Observer
 from prfaas.serving.transport.protocol import handshake
 from prfaas.serving.transport.protocol.chunk_source import BytesSource
@@ -434,6 +435,36 @@ def test_a_receiver_that_ends_a_handshake_is_asked_again(world: World, proxy: Fa
         await observer.close()
 
     asyncio.run(main(proxy.start(world.receiver.port)))
+
+
+@pytest.mark.parametrize("kind", ["answers nothing", "reads nothing"])
+def test_who_is_asked_without_end_costs_no_memory_without_end(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        await observer.connect()
+        writer = observer._writer
+        assert writer is not None
+        if kind == "answers nothing":
+            monkeypatch.setattr(observer_module, "_MOST_UNANSWERED", 10)
+            # All are sent before the first answer is read.
+            asked = [asyncio.create_task(observer.stats()) for _ in range(50)]
+            with pytest.raises(ConnectionError):
+                await asyncio.gather(*asked)
+            await asyncio.gather(*asked, return_exceptions=True)
+        else:
+            monkeypatch.setattr(observer_module, "_MOST_UNSENT_BYTES", 1 << 20)
+            writer.transport.write(bytes(64 << 20))
+            observer._send(b"")
+        assert writer.transport.is_closing()
+        async with asyncio.timeout(30):
+            while observer._writer in (None, writer):
+                await asyncio.sleep(0.005)
+            assert "completed" in await observer.stats()
+        await observer.close()
+
+    asyncio.run(main())
 
 
 def test_a_frame_that_is_not_for_observers_ends_the_connection_before_its_payload() -> None:

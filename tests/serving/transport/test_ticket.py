@@ -160,7 +160,7 @@ def test_what_some_engines_do_with_a_transfer_is_known_to_five_files_at_most() -
     """Its declaration, who sets it, and the engines that act on it: nothing on the way between them."""
     for attribute in ("uses", "checkpoint_tokens"):
         known = files_that_know(attribute)
-        assert {"ticket.py", "remote_prefill.py"} <= known
+        assert {"ticket.py", "hops.py"} <= known
         assert len(known) <= 5, known
 
 

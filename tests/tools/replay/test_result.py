@@ -112,3 +112,8 @@ def test_a_server_that_doesn_t_count_is_believed() -> None:
     answer.feed(b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n', 1.0)
     answer.check(9)
     assert answer.answered_tokens is None
+
+
+def test_an_event_without_end_is_a_bad_answer() -> None:
+    with pytest.raises(BadAnswerError, match="a line of the stream"):
+        ReplayAnswer().feed(bytes(17 << 20), 0.0)

@@ -24,10 +24,14 @@ from prfaas.core.prefix.hashing import WORDS, Hashers, chain_root
 
 # An engine has fewer blocks. It counts as holding none of them beyond that: then some are computed again.
 _MOST_HELD = 1 << 23
+# A batch is one step of an engine, applied in one piece: 100,000 blocks that were stored, twice as many that went.
+MOST_BATCH_BYTES = 2 << 20
 
 
 _Word = Annotated[int, msgspec.Meta(ge=0)]
 _Digest = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+# More than any drafter looks ahead. Every prompt is hashed for each number that engines tell.
+_Lookahead = Annotated[int, msgspec.Meta(ge=0, le=64)]
 
 
 class StoredDigests(msgspec.Struct, tag_field="type", tag="stored", omit_defaults=True, gc=False):
@@ -41,7 +45,7 @@ class StoredDigests(msgspec.Struct, tag_field="type", tag="stored", omit_default
     parent: _Word | None = None
     """The engine's hash of the prefix before the first block."""
     block_tokens: Tokens = 0
-    lookahead_tokens: Tokens = 0
+    lookahead_tokens: _Lookahead = 0
     """Tokens behind a block that its digest covers too."""
     group: GroupNumber | None = None
     kind: ShortText | None = None
@@ -74,8 +78,12 @@ def decode_events(payload: bytes) -> list[HeldEvent]:
     """One batch.
 
     Raises:
-        MalformedEventsError: the payload is something else.
+        MalformedEventsError: the payload is something else, or longer than `MOST_BATCH_BYTES`.
     """
+    if len(payload) > MOST_BATCH_BYTES:
+        raise MalformedEventsError(
+            f"{len(payload)} bytes are no step of an engine: it has {MOST_BATCH_BYTES} at most"
+        )
     try:
         return _DECODER.decode(payload)
     except (ValueError, RecursionError) as error:

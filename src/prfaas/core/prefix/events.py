@@ -29,7 +29,8 @@ EVENT_KINDS: Mapping[GroupKind, str] = {
 """vLLM's words for our kinds of groups."""
 
 ShortText = Annotated[str, msgspec.Meta(max_length=1024)]
-GroupNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+# Each window group is looked at for each request.
+GroupNumber = Annotated[int, msgspec.Meta(ge=0, lt=128)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 WindowTokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Time = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]

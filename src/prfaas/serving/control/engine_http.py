@@ -15,7 +15,8 @@ from prfaas.serving.control.engine_reading import CACHE_SERIES, SERIES
 from prfaas.serving.own_process import lacks_descriptors
 from prfaas.serving.transport.io.tls_identity import TlsIdentity
 
-_LARGEST_BYTES = 4 << 20
+# Read in one piece of the event loop, once a second for each engine: vLLM has 60 KB for one.
+_LARGEST_BYTES = 1 << 20
 # vLLM closes idle connections after 5 s: ours must be gone before, or a request meets a closing one.
 _KEEPALIVE_S = 2.0
 

@@ -30,11 +30,10 @@ _SAMPLE = re.compile(
     re.MULTILINE,
 )
 _CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
-_COUNT_DIGITS = 20
 _MOST_COUNT = 1 << 40
 # What other programs read exactly. Of a sum that is more, its last samples are left out.
 _MOST = float(1 << 53)
-_LABEL = re.compile(rb'\b(\w+)="([^"]*)"')
+_CACHE_BLOCKS = re.compile(rb'\bnum_gpu_blocks="(\d{1,20})"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +90,13 @@ def read_exposition(text: bytes) -> EngineReading:
             sums[name] += value
             seen.add(name)
     found = _CACHE_CONFIG.search(text)
-    labels = dict(_LABEL.findall(found.group(1))) if found else {}
+    blocks = _CACHE_BLOCKS.search(found.group(1)) if found else None
     told: dict[str, Any] = {field: sums[name] for field, name in _FIELDS.items()}
     told |= {"running": int(told["running"]), "waiting": int(told["waiting"])}
     return EngineReading(
         **told,
         started_at_s=sums[_STARTED] if _STARTED in seen else None,
-        cache_blocks=_positive(labels.get(b"num_gpu_blocks")),
+        cache_blocks=_count(int(blocks.group(1))) if blocks else None,
         tokens=sums[_PROMPT_TOKENS] + sums[_GENERATED_TOKENS],
     )
 
@@ -110,8 +109,5 @@ def _number(text: bytes) -> float | None:
     return value if 0 <= value <= _MOST else None
 
 
-def _positive(text: bytes | None) -> int | None:
-    # Python refuses to read numbers of thousands of digits.
-    if text is None or not text.isdigit() or len(text) > _COUNT_DIGITS:
-        return None
-    return int(text) if 0 < int(text) <= _MOST_COUNT else None
+def _count(number: int) -> int | None:
+    return number if 0 < number <= _MOST_COUNT else None

@@ -135,7 +135,7 @@ class EventFeed(Part):
 
     async def _stay(self, name: str, followed: _Followed) -> None:
         """Ask for what comes next, again and again."""
-        pause_s = 0.0
+        pause_s = void_s = 0.0
         while (port := self._port_of(name)) is not None:
             try:
                 order = FollowOrder(followed.session, followed.next)
@@ -145,7 +145,10 @@ class EventFeed(Part):
                 if answer.session:
                     followed.replays += bool(pause_s)
                     pause_s = 0.0
-                    await self._take(name, followed, answer)
+                    told = await self._take(name, followed, answer)
+                    # One that answers at once with nothing new, or with what is void again, is asked less often.
+                    void_s = 0.0 if told else _longer(void_s)
+                    await asyncio.sleep(void_s)
                     continue
             except TimeoutError:
                 # Nothing has happened there.
@@ -163,10 +166,12 @@ class EventFeed(Part):
                     # It is gone. What it holds when it is back, it will tell.
                     self._drop(name, "disconnected")
                     followed.session, followed.next = "", 0
-            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            pause_s = _longer(pause_s)
             await asyncio.sleep(pause_s)
 
-    async def _take(self, name: str, followed: _Followed, answer: FollowedEvents) -> None:
+    async def _take(self, name: str, followed: _Followed, answer: FollowedEvents) -> bool:
+        """Apply an answer, up to a batch that can't be read. Returns whether it goes on from what was told before."""
+        goes_on = not followed.session or (answer.session, answer.first) == (followed.session, followed.next)
         if answer.session != followed.session:
             if followed.session:
                 followed.restarts += answer.reason != "gap"
@@ -188,14 +193,23 @@ class EventFeed(Part):
                 end_s = time.perf_counter() + SLICE_S
             self.waiting_batches -= 1
             followed.next += 1
-            self._apply_batch(name, followed, payload)
+            if not self._is_applied(name, followed, payload):
+                self.waiting_batches -= len(answer.batches) - place - 1
+                return False
+        return goes_on and bool(answer.batches)
 
-    def _apply_batch(self, name: str, followed: _Followed, payload: bytes) -> None:
+    def _is_applied(self, name: str, followed: _Followed, payload: bytes) -> bool:
         try:
             self._apply(name, decode_events(payload))
+            return True
         except Exception:
             # A mistake of one engine must not stop the others or the gateway.
             self.refused_batches += 1
             followed.malformed += 1
             logger.exception("%s publishes events that can't be applied", name)
             self._drop(name, "unreadable")
+            return False
+
+
+def _longer(pause_s: float) -> float:
+    return min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)

@@ -45,7 +45,8 @@ class PendingPrefixes:
     def add(self, instance: str, chains: PromptChains, now_s: float) -> None:
         """`instance` will hold this prompt."""
         self._expire(now_s)
-        bit = self._bits.setdefault(instance, 1 << len(self._bits))
+        taken = sum(self._bits.values())
+        bit = self._bits.setdefault(instance, ~taken & (taken + 1))
         for hashes in chains.by_block_tokens.values():
             if len(self._generations[0]) + len(hashes) > self._most_blocks:
                 self._begin_generation()
@@ -55,8 +56,9 @@ class PendingPrefixes:
 
     def drop(self, instance: str) -> None:
         """Forget what was sent to `instance`."""
-        bit = self._bits.get(instance, 0)
-        for generation in self._generations:
+        # An engine can have itself forgotten as often as it likes: only the first time costs anything.
+        bit = self._bits.pop(instance, 0)
+        for generation in self._generations if bit else ():
             for block, mask in generation.items():
                 if mask & bit:
                     generation[block] = mask & ~bit

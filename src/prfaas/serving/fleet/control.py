@@ -296,7 +296,9 @@ class DrainMarks:
         self._drains = drains
         self._wanted: dict[str, bool] = {}
         self._marked: set[str] = set()
+        # Of marks, and of those that are taken away until etcd has told so: it may still tell the mark before.
         self._revisions: dict[str, int] = {}
+        self._heard_revision = 0
 
     def mark(self, instance: str, wanted: bool) -> None:
         """Have all gateways drain an instance, or none any more. Written when etcd answers."""
@@ -304,8 +306,11 @@ class DrainMarks:
             self._wanted[instance] = wanted
 
     def hear(self, name: str, wanted: bool, revision: int) -> None:
-        """What another gateway, or this one, has written."""
+        """What another gateway, or this one, has written; each change once, in the order of revisions."""
+        self._heard_revision = max(self._heard_revision, revision)
         self._note(name, wanted, revision)
+        if name not in self._marked and self._revisions.get(name, 0) <= revision:
+            self._revisions.pop(name, None)
         # Who leaves gets nothing new, whatever a gateway says that does not know it yet.
         leaving = {instance.name for instance in self._running.applied.leaving}
         if name in self._drains.cluster_state.names and name not in leaving | self._wanted.keys():
@@ -323,7 +328,8 @@ class DrainMarks:
             value = msgspec.json.encode({"by": member.name}) if wanted else None
             revision = await member.put(DRAINED + name, value)
             if revision is not None:
-                self._note(name, wanted, revision)
+                if revision > self._heard_revision:
+                    self._note(name, wanted, revision)
                 if self._wanted.get(name) == wanted:
                     del self._wanted[name]
 
@@ -331,6 +337,7 @@ class DrainMarks:
         """The store has lost all of them, and its revisions begin anew."""
         self._wanted = dict.fromkeys(self._marked, True) | self._wanted
         self._revisions.clear()
+        self._heard_revision = 0
 
     @property
     def unwritten(self) -> list[str]:

@@ -63,9 +63,10 @@ class FleetDecisions:
 
     def follow(self, known: Decisions) -> None:
         """Take over what another gateway has written."""
+        held = set(known.held)
         for cluster, tokens in known.thresholds.items():
             threshold = math.inf if tokens is None else tokens
-            self._thresholds.take_over(cluster, threshold, known.leader, is_held=cluster in known.held)
+            self._thresholds.take_over(cluster, threshold, known.leader, is_held=cluster in held)
         names = self._names()
         for name, role in known.roles.items():
             # An instance without a role would be lost; one that is not in this gateway's file is not known here.

@@ -104,6 +104,9 @@ class EtcdStore:
                         raise StoreError(f"etcd has ended the watch: {result.cancel_reason or 'no reason'}")
                     if result.events:
                         yield [event.change for event in result.events]
+                    else:
+                        # Lines that are there already are read without waiting: others have a turn between.
+                        await asyncio.sleep(0)
         except (aiohttp.ClientError, ValueError, asyncio.IncompleteReadError) as error:
             raise StoreError(f"etcd's watch failed: {error}") from error
         raise StoreError("etcd has ended the watch")

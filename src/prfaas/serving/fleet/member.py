@@ -19,6 +19,10 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _RETRY_S = 0.5
 # What has not changed is told again so often: a put that etcd has lost is then made good.
 _REPEAT_S = 1.0
+# Whoever else writes there gets no more of this gateway than a fleet may have.
+_MOST_GATEWAYS, _MOST_KEYS = 64, 10_000
+_MOST_KEY_CHARS, _MOST_VALUE_BYTES = 512, 1 << 20
+_AT_ONCE = 256
 
 
 class MemberOwner(Protocol):
@@ -171,17 +175,18 @@ class FleetMember:
             self._values.clear()
             self._owner.forget_revisions()
         leader = self.leader
-        gateways = self._prefix + GATEWAYS
-        self.members = {
-            entry.key.removeprefix(gateways): entry
-            for entry in entries
-            if entry.key.startswith(gateways) and _NAME.fullmatch(entry.key.removeprefix(gateways))
-        }
-        found = {
-            entry.key.removeprefix(self._prefix): entry
-            for entry in entries
-            if not entry.key.startswith(gateways)
-        }
+        self.members, found = {}, dict[str, Entry]()
+        for entry in entries:
+            key = entry.key.removeprefix(self._prefix)
+            name = key.removeprefix(GATEWAYS)
+            if name == key and self._has_room(entry, len(found) < _MOST_KEYS):
+                found[key] = entry
+            elif (
+                name != key
+                and _NAME.fullmatch(name)
+                and self._has_room(entry, len(self.members) < _MOST_GATEWAYS)
+            ):
+                self.members[name] = entry
         for key in [key for key in self._values if key not in found]:
             self._values.discard(key)
             self._owner.take_value(key, None, revision)
@@ -212,8 +217,11 @@ class FleetMember:
     async def _follow(self) -> None:
         try:
             async for changes in self._store.watch(self._prefix, self._next_revision):
-                for change in changes:
+                for place, change in enumerate(changes):
                     self._take(change)
+                    if not place % _AT_ONCE:
+                        # Where more is there already, nothing else here waits.
+                        await asyncio.sleep(0)
         except CompactedError:
             logger.info("etcd has dropped changes that were not seen: everything is read again")
             raise
@@ -222,6 +230,9 @@ class FleetMember:
         key = change.key.removeprefix(self._prefix)
         self._next_revision = max(self._next_revision, change.revision + 1)
         if not key.startswith(GATEWAYS):
+            has_place = key in self._values or len(self._values) < _MOST_KEYS
+            if change.entry is not None and not self._has_room(change.entry, has_place):
+                return
             (self._values.discard if change.entry is None else self._values.add)(key)
             self._owner.take_value(key, None if change.entry is None else change.entry.value, change.revision)
             return
@@ -229,9 +240,9 @@ class FleetMember:
         if not _NAME.fullmatch(name):
             return
         if change.entry is None:
-            self.members.pop(name, None)
-            logger.warning("gateway %s has left the fleet", name)
-        else:
+            if self.members.pop(name, None) is not None:
+                logger.warning("gateway %s has left the fleet", name)
+        elif self._has_room(change.entry, name in self.members or len(self.members) < _MOST_GATEWAYS):
             if name not in self.members:
                 logger.info("gateway %s has joined the fleet", name)
             self.members[name] = change.entry
@@ -239,6 +250,14 @@ class FleetMember:
             raise StoreError("the lease has ended; etcd had not heard of this gateway for too long")
         if self.leader != leader:
             logger.warning("%s leads the fleet now", self.leader)
+
+    def _has_room(self, entry: Entry, has_place: bool) -> bool:
+        """Whether a value is kept, if one more may be; this gateway's own always is."""
+        fits = len(entry.key) <= _MOST_KEY_CHARS and len(entry.value) <= _MOST_VALUE_BYTES
+        if (fits and has_place) or entry.key == self._prefix + GATEWAYS + self.name:
+            return True
+        logger.warning("etcd has more than a fleet writes, and it is left out here: %.100s", entry.key)
+        return False
 
     def _lost(self, reason: str) -> None:
         if self.is_connected or self.problem is None:

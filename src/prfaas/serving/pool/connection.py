@@ -20,6 +20,8 @@ from prfaas.serving.pool.store import PageStore, StoreSession
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 18
+# What a process sends before it has opened a session: of a geometry, some KiB.
+_MOST_OPENING_BYTES = 1 << 20
 _PAGE_ID_BYTES = KEY_BYTES + 1
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(protocol.Request)
@@ -39,6 +41,9 @@ class PoolHost(Protocol):
 
     def closed(self, connection: "PoolConnection") -> None:
         """Forget a connection that has ended."""
+
+    def has_room(self) -> bool:
+        """Whether messages that are not whole yet fit into memory, of all connections together."""
 
     def used(self) -> None:
         """Schedule the store's deferred work."""
@@ -71,7 +76,8 @@ class PoolConnection:
         self._connection = connection
         self._host = host
         self._loop = asyncio.get_running_loop()
-        self._received = bytearray()
+        self.received = bytearray()
+        """What is not answered yet."""
         self._unsent = b""
         self._task: asyncio.Task[None] | None = None
         self._opened = False
@@ -101,27 +107,29 @@ class PoolConnection:
         if not received:
             self.close()
             return
-        self._received += received
+        self.received += received
         self._answer_all()
+        if len(self.received) > _MOST_OPENING_BYTES and not self._host.has_room():
+            self._refuse("the pool has no memory for this message beside those of others: send it again")
         # Who reads no answers is not read either: what it sends on waits in its own socket.
-        if not self._closed and (self._task or self._unsent) and len(self._received) > _READ_BYTES:
+        if not self._closed and (self._task or self._unsent) and len(self.received) > _READ_BYTES:
             self._loop.remove_reader(self._connection.fileno())
             self._reads = False
 
     def _answer_all(self) -> None:
         """Answer every complete request, as long as the answers can be sent; then read on."""
         while (
-            not (self._closed or self._task or self._unsent) and len(self._received) >= protocol.LENGTH_BYTES
+            not (self._closed or self._task or self._unsent) and len(self.received) >= protocol.LENGTH_BYTES
         ):
-            length = int.from_bytes(self._received[: protocol.LENGTH_BYTES], "little")
-            if not 0 < length <= protocol.MOST_MESSAGE_BYTES:
+            length = int.from_bytes(self.received[: protocol.LENGTH_BYTES], "little")
+            if not 0 < length <= (protocol.MOST_MESSAGE_BYTES if self._opened else _MOST_OPENING_BYTES):
                 self._refuse(f"a message of {length} bytes is none of the pool's")
                 return
             end = protocol.LENGTH_BYTES + length
-            if len(self._received) < end:
+            if len(self.received) < end:
                 break
-            body = bytes(self._received[protocol.LENGTH_BYTES : end])
-            del self._received[:end]
+            body = bytes(self.received[protocol.LENGTH_BYTES : end])
+            del self.received[:end]
             self._answer(body)
         if not (self._reads or self._closed or self._task or self._unsent):
             self._loop.add_reader(self._connection.fileno(), self._readable)

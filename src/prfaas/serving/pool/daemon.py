@@ -34,7 +34,7 @@ from prfaas.serving.pool.arena import (
 from prfaas.serving.pool.connection import PoolConnection
 from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.memory_tier import NO_SLOT, PoolPage
-from prfaas.serving.pool.page_table import row_of
+from prfaas.serving.pool.page_table import Owner, row_of
 from prfaas.serving.pool.processes import PeerProcess, owner_lives
 from prfaas.serving.pool.protocol import Figures, OpenSession, PageRef
 from prfaas.serving.pool.recovery import recover
@@ -46,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _BACKLOG = 128
+# Engines have one for each rank, and one more each.
+_MOST_CONNECTIONS = 512
+_MOST_HELD_BYTES = 256 << 20
+_MOST_LOST_SESSIONS = 64
 
 
 class PoolError(Exception):
@@ -96,10 +100,10 @@ class PoolDaemon:
         self._make_ssd = make_ssd
         self._make_policy = make_policy
         self._tenant_share = tenant_share
-        self._connections: set[PoolConnection] = set()
-        # Sessions of workers that ended without goodbye, whose processes may still write.
-        self._lost: list[tuple[PeerProcess, StoreSession]] = []
-        self._opening = asyncio.Lock()
+        self._connections: dict[PoolConnection, None] = {}
+        # The newest session of each worker that ended without goodbye, and whose process may still write.
+        self._lost: dict[tuple[Owner, int], tuple[PeerProcess, StoreSession]] = {}
+        self._opening, self._verifying = asyncio.Lock(), asyncio.Lock()
         self._provider: threading.Thread | None = None
         self._stops_providing = threading.Event()
         self._checking: asyncio.Task[None] | None = None
@@ -132,6 +136,8 @@ class PoolDaemon:
     ) -> tuple[PageStore | None, StoreSession | None]:
         """Open a session, as `PoolHost.opened`."""
         async with self._opening:
+            if sum(lost == process for lost, _ in self._lost.values()) >= _MOST_LOST_SESSIONS:
+                raise ValueError(f"{_MOST_LOST_SESSIONS} sessions of this process ended without a goodbye")
             if message.geometry is not None and message.kind == "tool":
                 raise ValueError("a tool takes the geometry that the pool has")
             if message.geometry is not None:
@@ -153,14 +159,18 @@ class PoolDaemon:
 
     def closed(self, connection: PoolConnection) -> None:
         """Close a connection's session, as `PoolHost.closed`."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         store, session = connection.store, connection.session
         connection.session = None
         if store is not None and session is not None:
             writes_no_more = connection.said_goodbye or not connection.process.lives
             store.close_session(session, writes_no_more=writes_no_more)
             if session.kind == "worker" and not writes_no_more:
-                self._lost.append((connection.process, session))
+                self._lost[session.owner, session.rank] = connection.process, session
+
+    def has_room(self) -> bool:
+        """Whether messages that are not whole yet fit into memory, as `PoolHost.has_room`."""
+        return sum(len(each.received) for each in self._connections) <= _MOST_HELD_BYTES
 
     def used(self) -> None:
         """Schedule deferred work, as `PoolHost.used`."""
@@ -173,15 +183,16 @@ class PoolDaemon:
         return Figures({} if self.store is None else pool_figures(self.store))
 
     async def verified(self) -> Figures:
-        """Verify every page, as `PoolHost.verified`."""
-        store = self.store
-        right = wrong = ssd_right = ssd_wrong = 0
-        if store is not None:
-            right, wrong = await verify_pages(store, list(store.memory.rows.values()))
-        if store is not None and store.ssd is not None:
-            counts: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-            store.ssd.verify(lambda *found: counts.put_nowait(found))
-            ssd_right, ssd_wrong = await counts.get()
+        """Verify every page, as `PoolHost.verified`: for one who asks at a time."""
+        async with self._verifying:
+            store = self.store
+            right = wrong = ssd_right = ssd_wrong = 0
+            if store is not None:
+                right, wrong = await verify_pages(store, list(store.memory.rows.values()))
+            if store is not None and store.ssd is not None:
+                counts: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+                store.ssd.verify(lambda *found: counts.put_nowait(found))
+                ssd_right, ssd_wrong = await counts.get()
         return Figures(
             {
                 "right_pages": right,
@@ -269,6 +280,8 @@ class PoolDaemon:
             ready()
             while True:
                 await asyncio.sleep(_POLL_S)
+                # It is not heard for a while where no descriptor was left.
+                loop.add_reader(listener.fileno(), self._accept, listener)
                 with failures.spared("PoolDaemon", "what ended processes left"):
                     self._free_what_ended_processes_left()
         finally:
@@ -281,20 +294,32 @@ class PoolDaemon:
             connection, _ = listener.accept()
         except OSError as error:
             logger.warning("a connection was not accepted: %s", error.strerror)
+            # It stays ready to be read, again and again.
+            asyncio.get_running_loop().remove_reader(listener.fileno())
             return
         connection.setblocking(False)
         try:
-            self._connections.add(PoolConnection(connection, self))
+            if len(self._connections) >= _MOST_CONNECTIONS:
+                self._close_oldest()
+            self._connections[PoolConnection(connection, self)] = None
         except (OSError, ValueError) as error:
             logger.warning("a connection was not accepted: %s", error)
             connection.close()
+
+    def _close_oldest(self) -> None:
+        others = [each for each in self._connections if each.session is None or each.session.kind == "tool"]
+        if not others:
+            raise ValueError(f"{_MOST_CONNECTIONS} of engines are open")
+        others[0].close()
 
     def _free_what_ended_processes_left(self) -> None:
         store = self.store
         if store is None:
             return
-        for process, session in [lost for lost in self._lost if not lost[0].lives]:
-            self._lost.remove((process, session))
+        for place, (process, session) in list(self._lost.items()):
+            if process.lives:
+                continue
+            del self._lost[place]
             store.reservations.worker_ended(session.owner, session.rank, session)
         for owner in store.reservations.owners():
             if owner.process_group and not owner_lives(owner):

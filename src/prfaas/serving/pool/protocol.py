@@ -8,7 +8,7 @@ packed into one byte string, since a list of thousands costs more than the look-
 from array import array
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -62,8 +62,8 @@ class OpenSession(msgspec.Struct, tag="open", array_like=True, frozen=True):
     version: int
     kind: SessionKind
     rank: int
-    engine: bytes
-    """8 bytes that distinguish engines of one process group."""
+    engine: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+    """Distinguishes engines of one process group."""
     geometry: bytes | None
     """`PoolGeometry.encode`; None: the pool's. A scheduler without one needs a worker of its engine first."""
 

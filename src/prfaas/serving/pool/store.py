@@ -70,6 +70,8 @@ class StoreSession:
 
 
 _MOST_OUTDATED = 1024
+# More than an engine has requests; each costs memory, and its pages stay.
+_MOST_PINS = 1 << 14
 
 
 class Spilling:
@@ -218,6 +220,8 @@ class PageStore:
         found = usable_end(groups, keys, self._step_tokens, self.held, start_tokens, limit_tokens)
         if not asked.pin or not found.usable_tokens:
             return Matched(0, found.usable_tokens, found.attention_tokens, 0, [])
+        if len(session.pins) >= _MOST_PINS:
+            raise ValueError(f"{_MOST_PINS} matches of this session are pinned, and none is given back")
         needed = self._needed(groups, keys, start_tokens, found.usable_tokens)
         if not self._pin_all([page for _, _, pages in needed for page in pages]):
             in_memory = {group: ReadablePages(pages) for group, pages in self.held.items()}

@@ -124,7 +124,8 @@ async def _ttfts(session: aiohttp.ClientSession, url: str) -> tuple[float, float
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
-        async with asyncio.timeout(_METRICS_TIMEOUT_S), session.get(f"{url}/metrics") as response:
+        asked = session.get(f"{url}/metrics", allow_redirects=False)
+        async with asyncio.timeout(_METRICS_TIMEOUT_S), asked as response:
             text = (await read_bounded(response)).decode() if response.status == 200 else ""
         families = list(text_string_to_metric_families(text))
     except (aiohttp.ClientError, TimeoutError, ValueError):

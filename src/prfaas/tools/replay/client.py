@@ -33,7 +33,11 @@ class ReplayAnswer:
 
     def feed(self, data: bytes, now_s: float) -> None:
         """The next bytes of a stream of events. Raises BadAnswerError."""
-        for event in self._parser.feed(data):
+        try:
+            found = self._parser.feed(data)
+        except ValueError as error:
+            raise BadAnswerError(str(error)) from None
+        for event in found:
             self._take(_object(event), now_s)
         self._is_whole = self._parser.ended
 
@@ -225,6 +229,7 @@ async def send(
                 f"{target.url}/v1/completions",
                 data=body_of(target, request, options),
                 headers={**_JSON, **options.headers},
+                allow_redirects=False,
             ) as response,
         ):
             status = response.status

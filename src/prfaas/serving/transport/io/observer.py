@@ -47,6 +47,9 @@ _HANDSHAKE_S = 30.0
 # Frozen processes acknowledge what they don't read; dead machines and broken ways don't.
 _USER_TIMEOUT_S = 10.0
 _BACKOFF_S = 0.05
+# A peer that reads nothing, or answers nothing, is asked over a new connection.
+_MOST_UNSENT_BYTES = 64 << 20
+_MOST_UNANSWERED = 1000
 _FOR_OBSERVERS = frozenset({FrameType.STATUS, FrameType.STATS, FrameType.PONG, *ANSWERS.values()})
 
 
@@ -257,6 +260,11 @@ class Observer:
         # While reconnecting there is no writer; open waits are asked again afterwards. A closing transport is skipped
         # too: uvloop raises RuntimeError for a write to it, which would end the gateway.
         if self._writer is not None and not self._writer.is_closing():
+            transport = self._writer.transport
+            unsent_bytes = transport.get_write_buffer_size()
+            if unsent_bytes > _MOST_UNSENT_BYTES or len(self._stats_waits) > _MOST_UNANSWERED:
+                transport.abort()
+                return
             self._writer.write(frame if self._sealing is None else self._sealing.sealer.seal(frame))
 
     async def _connect(self) -> None:

@@ -17,27 +17,37 @@ _MAX_REASON_CHARS = 512
 
 
 class Tombstones:
-    """Last statuses of transfers that are over, kept so that no late frame can start one again. Bounded."""
+    """Last statuses of transfers that are over, kept so that no late frame can start one again. Bounded.
+
+    Ids of which producers say alone that they are over have places of their own: they are random, and cost nothing.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._entries: OrderedDict[bytes, tuple[TransferStatus, float]] = OrderedDict()
+        self._said: OrderedDict[bytes, tuple[TransferStatus, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._said)
 
     def get(self, transfer_id: bytes) -> TransferStatus | None:
         """The last status of a transfer; None: no such transfer is remembered."""
-        entry = self._entries.get(transfer_id)
+        entry = self._entries.get(transfer_id) or self._said.get(transfer_id)
         return None if entry is None else entry[0]
 
-    def put(self, transfer_id: bytes, status: TransferStatus, forget_at_s: float) -> None:
-        """Remember a transfer until `forget_at_s`; the oldest one makes room for it."""
+    def put(
+        self, transfer_id: bytes, status: TransferStatus, forget_at_s: float, *, was_here: bool = True
+    ) -> None:
+        """Remember a transfer until `forget_at_s`; the oldest one makes room for it.
+
+        `was_here`: it was admitted, or this side ended it.
+        """
+        entries = self._entries if was_here else self._said
         # Reasons may be an observer's text.
         status = replace(status, reason=status.reason[:_MAX_REASON_CHARS])
-        self._entries[transfer_id] = (status, forget_at_s)
-        while len(self._entries) > self._limit:
-            self._entries.popitem(last=False)
+        entries[transfer_id] = (status, forget_at_s)
+        while len(entries) > self._limit:
+            entries.popitem(last=False)
 
     def mark_taken(self, transfer_id: bytes) -> None:
         """Record that an engine has taken a partial transfer."""
@@ -47,11 +57,9 @@ class Tombstones:
 
     def sweep(self, now_s: float) -> None:
         """Forget what is due. Lifetimes differ little, so only the oldest entries are checked."""
-        while self._entries:
-            transfer_id, (_, forget_at_s) = next(iter(self._entries.items()))
-            if forget_at_s > now_s:
-                return
-            del self._entries[transfer_id]
+        for entries in (self._entries, self._said):
+            while entries and next(iter(entries.values()))[1] <= now_s:
+                entries.popitem(last=False)
 
     def answer(self, header: Header) -> bytes:
         """The frame that answers a late frame of a transfer that is over."""

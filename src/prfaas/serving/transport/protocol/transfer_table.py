@@ -274,7 +274,7 @@ class TransferTable:
             self._counters["refused"] += not frame.body.get("checkpoint")
             frame.connection.post(refuse(transfer_id, str(error)))
             if live is None and over is None and not isinstance(error, ForeignTicketError):
-                self.report(transfer_id, TransferStatus.refused(str(error)), now_s)
+                self.report(transfer_id, TransferStatus.refused(str(error)), frame.now_s, was_here=False)
             return
         self._counters["opened"] += transfer.checkpoint_of is None
         self._transfers[transfer_id] = transfer
@@ -408,7 +408,8 @@ class TransferTable:
         transfer = self._transfers.get(frame.transfer_id)
         if transfer is None and self._tombstones.get(frame.transfer_id) is None:
             # It replaces its OPEN, or has overtaken it on another connection.
-            self.report(frame.transfer_id, TransferStatus.refused(reason), frame.now_s)
+            status = TransferStatus.refused(reason)
+            self.report(frame.transfer_id, status, frame.now_s, was_here=False)
         # An ABORT that crossed the last byte changes nothing.
         if transfer is None or not transfer.session.same(frame.session) or transfer.phase.terminal:
             return
@@ -473,9 +474,12 @@ class TransferTable:
         elif not keep:
             self._partials.forget(transfer_id)
 
-    def report(self, transfer_id: bytes, status: TransferStatus, now_s: float) -> None:
+    def report(
+        self, transfer_id: bytes, status: TransferStatus, now_s: float, *, was_here: bool = True
+    ) -> None:
         """Record the final status of a transfer that was never admitted, or came by NIXL, and tell its watchers."""
-        self._tombstones.put(transfer_id, status, now_s + self._options.tombstone_s)
+        until_s = now_s + self._options.tombstone_s
+        self._tombstones.put(transfer_id, status, until_s, was_here=was_here)
         self.watchers.notify(transfer_id, status)
 
     def sweep(self, now_s: float) -> None:
