@@ -103,6 +103,7 @@ def test_an_unknown_model_lists_all(
     assert error.count("\n") == 1 and all(name in error for name in made_model_names())
 
 
+@pytest.mark.slow("imports vLLM or torch")
 def test_a_tiny_model_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -175,6 +175,7 @@ class TestTokenizer:
         assert set(byte_symbols()) == set(pre_tokenizers.ByteLevel.alphabet())
         assert len(set(byte_symbols())) == 256
 
+    @pytest.mark.slow("imports vLLM or torch")
     def test_as_transformers_loads_it(self, models: dict[str, Path]) -> None:
         from transformers import AutoTokenizer
 

@@ -470,6 +470,7 @@ def test_a_socket_path_that_is_too_long_is_said(tmp_path: Path, caplog: pytest.L
     assert "is not used for now: AF_UNIX path too long" in caplog.text
 
 
+@pytest.mark.slow("fills the buffers of a socket")
 def test_a_client_that_reads_no_answers_is_not_read(tmp_path: Path) -> None:
     options = pool_options(tmp_path)
     opening = msgspec.msgpack.encode(["open", PROTOCOL_VERSION, "tool", 0, bytes(8), None])

@@ -60,6 +60,7 @@ def proxies() -> Iterator[Callable[..., FaultyProxy]]:
     cuts=st.integers(0, 10),
     flips=st.integers(0, 3),
 )
+@pytest.mark.slow("a faulty link takes its time")
 def test_result_is_exact_through_a_faulty_link(
     seed: int, connections: int, unit_bytes: int, cut_after_bytes: int, cuts: int, flips: int
 ) -> None:

@@ -345,6 +345,7 @@ def test_too_many_connections(make_world: MakeWorld) -> None:
         RawProducer(world)
 
 
+@pytest.mark.slow("says it thousands of times")
 def test_what_producers_say_without_end_pushes_out_no_transfer(make_world: MakeWorld) -> None:
     world = make_world(receiver_options=replace(FAST_RECEIVER, max_tombstones=20))
     sizes = [1000, 2000, 3000]

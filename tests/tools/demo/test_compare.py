@@ -28,6 +28,7 @@ def test_the_bound_is_two_steps_of_bf16(magnitude: float, step: float) -> None:
     assert bf16(bf16(magnitude) + step) - bf16(magnitude) == step
 
 
+@pytest.mark.slow("imports vLLM or torch")
 def test_the_bound_is_that_of_torchs_bf16() -> None:
     torch = pytest.importorskip("torch")
     for magnitude in (0.3, 1.0, 5.5, 8.0, 12.3, 16.0, 20.9, 100.0):

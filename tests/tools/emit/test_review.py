@@ -286,6 +286,7 @@ def engine_with_tls(own: Path, authority: Path, *, hangs: bool) -> Iterator[int]
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["well", "hung"])
+@pytest.mark.slow("starts processes")
 def test_a_probe_sees_an_engine_with_tls_that_hangs(hangs: bool, tmp_path: Path) -> None:
     """It listens on for as long as it hangs, so that a connection alone proves nothing."""
     deployment = load_deployment(example_path("two-datacenters"), state_dir=tmp_path)
