@@ -182,14 +182,16 @@ class FaultStack:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PRFAAS_HOME": str(self.home)},
+                env={**os.environ, "PRFAAS_HOME": str(self.home), "PYTHONFAULTHANDLER": "1"},
                 text=True,
             )
         try:
-            await self._until_answers(f"{self.gateway_url}/v1/models")
-        except BaseException:
-            process.kill()
+            await self._until_answers(f"{self.gateway_url}/v1/models", process)
+        except BaseException as error:
+            # With the stacks of its threads, which say where it hangs.
+            process.send_signal(signal.SIGABRT)
             process.wait()
+            error.add_note(f"the gateway's log ends with:\n{self._gateway_log.read_text()[-8000:]}")
             raise
         self.gateways.append(GatewayRun(process, time.monotonic()))
 
@@ -235,9 +237,11 @@ class FaultStack:
             found += [(each.host, each.http_port), (each.host, each.kv_port)]
         return found
 
-    async def _until_answers(self, url: str) -> None:
+    async def _until_answers(self, url: str, process: subprocess.Popen[str] | None = None) -> None:
         async with asyncio.timeout(READY_S):
             while True:
+                if process is not None and process.poll() is not None:
+                    raise RuntimeError(f"the gateway has ended with exit code {process.returncode}")
                 with contextlib.suppress(OSError, TimeoutError, aiohttp.ClientError):
                     async with asyncio.timeout(2.0), self.session.get(url) as response:
                         if response.status == 200:

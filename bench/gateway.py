@@ -1,30 +1,27 @@
 """CPU time of the gateway per request and per relayed chunk, beside vllm-router, before the same stand-in engines.
 
-    python bench/gateway.py [--json FILE] [--requests N] [--rounds N] [--router PATH]
+    python bench/gateway.py [--json FILE] [--requests N] [--rounds N] [--router PATH] [--against TREE]
 
 Every server runs in a process of its own, whose CPU time is read from /proc; engines and load share another one. All
 run at once and are asked in turns, so that what else the machine does is the same for all; the figures are medians of
 the rounds. Every request to the gateway is a real one: tokenized, hashed, routed by the live control plane, ticketed,
 prefilled at a producer, its bytes moved by the real transport, decoded. vllm-router (in PD mode, where its executable
 is found) sends the whole body to both engines and neither tokenizes nor hashes it: with text prompts it does less.
+`--against` has the gateway of another checkout beside it, and their ratio round by round.
 """
 
 import argparse
 import asyncio
 import dataclasses
-import gc
 import json
-import multiprocessing as mp
 import os
 import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,106 +43,59 @@ from gateway_load import (
     put_streams,
 )
 from gateway_peers import bare_relay, vllm_router
-from prfaas.core.deployment import Deployment, Routing
 from prfaas.serving.gateway.prompts.tokenizers import encoder_of
-from prfaas.serving.live import serve_live
-from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.secret_files import create_key
 
 # The stand-in engine is the tests'; the product has none.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from tests.serving.gateway.stand_in import StandInEngine, write_tokenizer
-from tests.serving.gateway.world import deployment_of
 
-THRESHOLD_TOKENS = 1000
+BENCH = Path(__file__).resolve().parent
 IDLE_S = 3.0
-WATCH_TICK_S = 0.001
 BLOCKED_GOAL_MS = 5.0
 GOALS = {"short": 1.5, "32K": 1.0, "128K": 1.0, "chunk": 1.5}
 
 
-class LoopWatch:
-    """The longest time for which an event loop did not turn, from a callback that wants to run every millisecond.
+class Gateway:
+    """A gateway in a process of its own, of this tree or of another one."""
 
-    Of a standstill, no more can be the process's own doing than the CPU time that its threads used meanwhile; the
-    rest is the machine's, which let others run.
-    """
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self._process = process
+        self.port = port
+        self.pid = process.pid
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._on = False
-        self._since = (0.0, 0.0)
-        self._longest_s = self._longest_own_s = 0.0
-
-    def start(self) -> None:
-        self._longest_s = self._longest_own_s = 0.0
-        self._on = True
-        self._wait()
-
-    def stop(self) -> tuple[float, float]:
-        """Seconds of the longest standstill, and of the longest that was the process's own doing."""
-        self._on = False
-        return self._longest_s, self._longest_own_s
-
-    def _wait(self) -> None:
-        # The loop's own clock stands still within one turn.
-        self._since = (time.monotonic(), time.process_time())
-        self._loop.call_later(WATCH_TICK_S, self._tick)
-
-    def _tick(self) -> None:
-        since_s, since_cpu_s = self._since
-        late_s = time.monotonic() - since_s - WATCH_TICK_S
-        self._longest_s = max(self._longest_s, late_s)
-        self._longest_own_s = max(self._longest_own_s, min(late_s, time.process_time() - since_cpu_s))
-        if self._on:
-            self._wait()
-
-
-def gateway_process(deployment: Deployment, pipe: Connection) -> None:
-    """Serves `deployment`; sends its port, then for True watches the event loop and for False tells what it saw."""
-
-    async def serve() -> None:
-        watch = LoopWatch()
-        loop = asyncio.get_running_loop()
-
-        def ready(port: int) -> None:
-            pipe.send(port)
-            threading.Thread(target=listen, daemon=True).start()
-
-        def listen() -> None:
-            while True:
-                loop.call_soon_threadsafe(watch.start if pipe.recv() else lambda: pipe.send(watch.stop()))
-
-        # As the command line does: with a line of log per request.
-        with Path(os.devnull).open("w") as nowhere:
-            set_up_logging(LogSettings(), whole_process=True, stream=nowhere)
-            gc.collect()
-            gc.freeze()
-            await serve_live(deployment, ready=ready)
-
-    uvloop.run(serve())
+    async def standstills(self, while_: Awaitable[object]) -> tuple[float, float]:
+        """Seconds of the longest standstill of its event loop meanwhile, and of the longest of its own doing."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(b"watch\n")
+        await while_
+        self._process.stdin.write(b"tell\n")
+        longest_s, own_s = json.loads(await self._process.stdout.readline())
+        return longest_s, own_s
 
 
 @asynccontextmanager
-async def gateway(deployment: Deployment) -> AsyncIterator[tuple[int, int, Connection]]:
-    """(port, pid, the pipe to it) of a gateway in a process of its own."""
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=gateway_process, args=(deployment, theirs), daemon=True)
-    process.start()
-    assert process.pid is not None
+async def gateway(
+    tree: Path, home: Path, model_dir: Path, engines: dict[str, StandInEngine]
+) -> AsyncIterator[Gateway]:
+    ports = json.dumps({name: (engine.http_port, engine.kv_port) for name, engine in engines.items()})
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(BENCH / "gateway_process.py"), str(home), str(model_dir), ports),
+        env={**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
     try:
-        yield await asyncio.to_thread(ours.recv), process.pid, ours
+        yield Gateway(process, int(await process.stdout.readline()))
     finally:
         process.terminate()
-        process.join()
+        await process.wait()
 
 
 @asynccontextmanager
-async def engines_of(
-    home: Path, model_dir: Path
-) -> AsyncIterator[tuple[Deployment, dict[str, StandInEngine]]]:
-    """A deployment of stand-in engines, and the engines: a remote and a local one that prefill, one that decodes."""
+async def running_engines(home: Path, model_dir: Path) -> AsyncIterator[dict[str, StandInEngine]]:
+    """Stand-in engines: a remote and a local one that prefill, one that decodes."""
     key = create_key(home / "key")
     producers = ("remote", "local")
     engines = {
@@ -163,47 +113,43 @@ async def engines_of(
         await engine.start()
     for name in producers:
         engines[name].connect([engines["decode"]])
-    deployment = deployment_of(home, engines, model_dir)
-    model = dataclasses.replace(deployment.model, max_model_len=1 << 20)
-    engine_config = dataclasses.replace(deployment.engine, staging_bytes=64 << 20)
-    routing = Routing("static_threshold", THRESHOLD_TOKENS)
     try:
-        yield (
-            dataclasses.replace(deployment, model=model, engine=engine_config, routing=routing),
-            engines,
-        )
+        yield engines
     finally:
         for engine in engines.values():
             await engine.stop()
 
 
-async def bench(home: Path, requests: int, rounds: int, router: str | None) -> dict[str, Any]:
+async def bench(home: Path, options: argparse.Namespace) -> dict[str, Any]:
     model_dir = write_tokenizer(home / "model")
     texts = Texts()
     tokenizer = texts.tokenizer()
     tokenizer.save(str(model_dir / "tokenizer.json"))
-    cases = cases_of(tokenizer, texts, requests, rounds)
+    cases = cases_of(tokenizer, texts, options.requests, options.rounds)
     async with AsyncExitStack() as stack:
-        deployment, engines = await stack.enter_async_context(engines_of(home, model_dir))
-        port, pid, pipe = await stack.enter_async_context(gateway(deployment))
+        engines = await stack.enter_async_context(running_engines(home, model_dir))
+        ours = await stack.enter_async_context(gateway(BENCH.parent, home, model_dir, engines))
+        servers = [Server("gateway", ours.port, ours.pid)]
+        if options.against is not None:
+            (home / "other").mkdir()
+            shutil.copy2(home / "key", home / "other" / "key")
+            other = gateway(options.against.resolve(), home / "other", model_dir, engines)
+            theirs = await stack.enter_async_context(other)
+            servers.append(Server("other tree", theirs.port, theirs.pid))
         urls = [f"http://127.0.0.1:{engines[name].http_port}" for name in ("local", "decode")]
-        servers = [Server("gateway", port, pid)]
-        if router is not None:
-            servers.append(
-                Server("vllm-router", *await stack.enter_async_context(vllm_router(router, *urls)))
-            )
+        if options.router is not None:
+            router = await stack.enter_async_context(vllm_router(options.router, *urls))
+            servers.append(Server("vllm-router", *router))
         servers.append(Server("bare relay", *await stack.enter_async_context(bare_relay(*urls))))
         rows = [await idle(server) for server in servers]
         for case in cases:
-            rows += await compare(servers, case, rounds, engines)
-        rows += await compare_streams(servers, rounds)
+            rows += await compare(servers, case, options.rounds, engines)
+        rows += await compare_streams(servers, options.rounds)
         # A run of its own, since watching costs CPU time.
         blocking = []
         for case in cases:
-            pipe.send(True)
-            await put(servers[0], dataclasses.replace(case, prompts=case.prompts[::-1]), 0)
-            pipe.send(False)
-            longest_s, own_s = await asyncio.to_thread(pipe.recv)
+            backwards = dataclasses.replace(case, prompts=case.prompts[::-1])
+            longest_s, own_s = await ours.standstills(put(servers[0], backwards, 0))
             blocking.append({"case": case.name, "longest_ms": longest_s * 1e3, "own_ms": own_s * 1e3})
     return {"rows": rows, "blocking": blocking, "tokenizing": tokenizing(tokenizer, model_dir, cases)}
 
@@ -225,7 +171,7 @@ async def compare(
     for server in servers:
         await put(server, case, None)
     for turn in shown(range(rounds), case.name):
-        for server in servers:
+        for server in in_turn(servers, turn):
             taken[server.name].append(await put(server, case, turn))
             for engine in engines.values():
                 engine.seen.clear()
@@ -247,8 +193,8 @@ async def compare(
 async def compare_streams(servers: list[Server], rounds: int) -> list[dict[str, Any]]:
     """One row per server: microseconds of CPU time per relayed chunk."""
     taken: dict[str, list[float]] = {server.name: [] for server in servers}
-    for _ in shown(range(rounds), "streams"):
-        for server in servers:
+    for turn in shown(range(rounds), "streams"):
+        for server in in_turn(servers, turn):
             base_s = await put_streams(server, 1)
             used_s = await put_streams(server, 1 + STREAM_CHUNKS) - base_s
             taken[server.name].append(used_s / (STREAMS * STREAM_CHUNKS) * 1e6)
@@ -263,6 +209,12 @@ async def compare_streams(servers: list[Server], rounds: int) -> list[dict[str, 
         }
         for name, values in taken.items()
     ]
+
+
+def in_turn(servers: list[Server], turn: int) -> list[Server]:
+    """Another one is the first in each round."""
+    first = turn % len(servers)
+    return servers[first:] + servers[:first]
 
 
 def tokenizing(tokenizer: Tokenizer, model_dir: Path, cases: list[Case]) -> list[dict[str, Any]]:
@@ -296,11 +248,17 @@ def shown(steps: range, what: str) -> Any:
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry per case: what every server used, and the gateway's share of vllm-router's beside the goal."""
     table: dict[str, dict[str, Any]] = {}
+    ours: list[float] = []
     for row in rows:
         entry = table.setdefault(row["case"], {key: row[key] for key in ("case", "unit", "goal")})
         entry[row["server"]] = row["value"]
         if row["server"] == "gateway":
             entry["route"] = row.get("route", "")
+            ours = row.get("rounds", [row["value"]])
+        elif row["server"] == "other tree":
+            # Round by round, since what else the machine does changes.
+            theirs = row.get("rounds", [row["value"]])
+            entry["against"] = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     for entry in table.values():
         if "vllm-router" in entry and entry["goal"] is not None:
             entry["ratio"] = entry["gateway"] / entry["vllm-router"]
@@ -308,15 +266,15 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(results: dict[str, Any]) -> None:
-    table = Table("case", "route", "gateway", "vllm-router", "bare relay", "ratio", "goal")
+    there = {row["server"] for row in results["rows"]}
+    names = [name for name in ("gateway", "other tree", "vllm-router", "bare relay") if name in there]
+    table = Table("case", "route", *names, "to other", "to router", "goal")
     for entry in results["compared"]:
-        servers = (
-            f"{entry[name]:.3g} {entry['unit']}" if name in entry else "–"
-            for name in ("gateway", "vllm-router", "bare relay")
-        )
+        servers = (f"{entry[name]:.3g} {entry['unit']}" if name in entry else "–" for name in names)
+        against = f"{entry['against']:.2f}×" if "against" in entry else "–"
         ratio = f"{entry['ratio']:.2f}×" if "ratio" in entry else "–"
         goal = f"{entry['goal']:.1f}×" if entry["goal"] is not None else ""
-        table.add_row(entry["case"], entry["route"], *servers, ratio, goal)
+        table.add_row(entry["case"], entry["route"], *servers, against, ratio, goal)
     Console().print(table)
     for row in results["tokenizing"]:
         print(
@@ -341,11 +299,12 @@ def main() -> None:
     parser.add_argument(
         "--router", default=shutil.which("vllm-router"), help="vllm-router's executable (default: from PATH)"
     )
+    parser.add_argument("--against", type=Path, metavar="TREE", help="a checkout, for example a git worktree")
     options = parser.parse_args()
     if options.router is None:
         print("vllm-router is not on PATH (pip install vllm-router): no comparison", file=sys.stderr)
     with tempfile.TemporaryDirectory() as home:
-        results = uvloop.run(bench(Path(home), options.requests, options.rounds, options.router))
+        results = uvloop.run(bench(Path(home), options))
     results["compared"] = compared(results["rows"])
     results["load_average"], results["cpus"] = os.getloadavg()[0], os.cpu_count()
     show(results)
