@@ -33,17 +33,18 @@ async def seen(home: Path, *, token: bool, ledger: bool = False) -> AsyncIterato
     if ledger:
         config = replace(config, ledger=LedgerConfig(home / "ledger.sqlite"))
     async with (
-        asyncio.timeout(100),
+        asyncio.timeout(240),
         running_world(home, live=True, spare=True, gateway_config=config) as world,
-        chromium_page(home / "profile") as page,
     ):
         assert world.live is not None
         # The world's own policy reads no threshold that could be set.
         object.__setattr__(world.live.members.running.current, "routing", Routing("paper", 100))
         ending = asyncio.Event()
+        # Before the browser, which may take long to start: a link that carries nothing at first is taken for down.
         load = asyncio.create_task(_load(world, ending))
         try:
-            yield world, page, str(world.admin._base_url).rstrip("/") + "/console"
+            async with chromium_page(home / "profile") as page:
+                yield world, page, str(world.admin._base_url).rstrip("/") + "/console"
         finally:
             ending.set()
             await load
