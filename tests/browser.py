@@ -18,7 +18,7 @@ CHROMIUM = shutil.which("chromium")
 MISSING = "Chromium is not installed (Debian's package chromium, see requirements/debian.txt)"
 
 _START_S = 30.0
-_CALL_S = 20.0
+_CALL_S = 60.0
 _FLAGS = (
     "--headless=new",
     # Tests run as root in containers, where Chromium's own sandbox can't be made. They load only our page.
@@ -88,7 +88,7 @@ class Page:
         assert "exceptionDetails" not in told, (expression, told["exceptionDetails"])
         return told["result"].get("value")
 
-    async def until(self, expression: str, limit_s: float = 15.0) -> Any:
+    async def until(self, expression: str, limit_s: float = 40.0) -> Any:
         """Wait until an expression is true; returns its value."""
         value = None
         with suppress(TimeoutError):

@@ -2,13 +2,18 @@
 
 import math
 import sqlite3
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from msgspec import convert
 
 from prfaas.core.experiment import Effect, SliceMean, effect
+from prfaas.core.units import format_bytes, format_s
+from prfaas.serving.ledger_file import open_ledger
 
 By = Literal["hour", "hour-of-day", "cluster", "link", "length", "tenant", "all"]
 """What requests are put together by."""
@@ -167,3 +172,82 @@ def effects(ledgers: Iterable[sqlite3.Connection], since_s: float = 0.0) -> dict
         for against, pairs in sorted(compared.items())
     }
     return {against: each for against, each in found.items() if each is not None}
+
+
+def told(files: Sequence[Path], by: By = "length", hours: float = 0.0) -> dict[str, Any]:
+    """Sentences and rows about the requests of the last hours (0: of all) in these files, ready for JSON.
+
+    `all` has one row, or none where no request was routed in that time.
+
+    Raises:
+        LedgerFileError: one is no ledger, or not there.
+    """
+    since_s = time.time() - 3600 * hours if hours else 0.0
+    with ExitStack() as stack:
+        ledgers = [open_ledger(path, read_only=True) for path in files]
+        for ledger in ledgers:
+            stack.callback(ledger.close)
+        total, rows = worth(ledgers, since_s=since_s), worth(ledgers, by, since_s)
+        compared = effects(ledgers, since_s)
+    return {
+        "by": by,
+        "sentences": [sentence for each in total for sentence in _sentences(each)]
+        + [_of_experiment(against, each) for against, each in compared.items()],
+        "all": [_document(each) for each in total],
+        "rows": [_document(each) for each in rows],
+        "experiments": {
+            against: asdict(each) | {"saved_s": each.saved_s} for against, each in compared.items()
+        },
+    }
+
+
+def _document(row: Worth) -> dict[str, Any]:
+    stayed, left = row.bias
+    marginal = row.marginal_s()
+    return asdict(row) | {
+        "mean_with_s": row.with_s / row.timed if row.timed else None,
+        "mean_without_s": row.without_s / row.timed if row.timed else None,
+        "saved_share": row.saved_share,
+        "net": row.net,
+        "bias_of_those_that_stayed": stayed,
+        "bias_of_offloaded": left,
+        "marginal_s": None if marginal is None else marginal[0],
+        "marginal_interval_s": None if marginal is None else marginal[1],
+    }
+
+
+def _sentences(total: Worth) -> list[str]:
+    said = [f"{total.offloaded:,} of {total.requests:,} requests were offloaded."]
+    if total.saved_share is not None:
+        sooner = "sooner" if total.saved_share >= 0 else "later"
+        said.append(
+            f"Their first tokens came {abs(total.saved_share):.0%} {sooner} than in their own clusters: "
+            f"{format_s(total.with_s / total.timed)} on average, predicted {format_s(total.without_s / total.timed)}."
+        )
+    if total.offloaded:
+        said.append(
+            f"{total.gpu_s_moved:,.0f} GPU-seconds of prefill were moved, for {total.gpu_s_spent:,.0f} elsewhere and "
+            f"{format_bytes(total.egress_bytes)} over links."
+        )
+        if total.gpu_cost_spared or total.egress_cost:
+            gpus, egress = f"{total.gpu_cost_spared:+.2f}", f"{-total.egress_cost:+.2f}"
+            said.append(f"In money: {gpus} of GPUs, {egress} of egress, net {total.net:+.2f}.")
+    for bias, who in zip(total.bias, ("stayed", "were offloaded"), strict=True):
+        if bias is not None:
+            said.append(
+                f"Requests that {who} took {abs(bias):.0%} {'longer' if bias >= 0 else 'less'} than predicted."
+            )
+    marginal = total.marginal_s()
+    if marginal is not None:
+        said.append(
+            f"Holdout: one more offloaded request has its first token {marginal[0]:.3g} ± {marginal[1]:.2g} s sooner "
+            f"({total.held_out:,} were held out)."
+        )
+    return said
+
+
+def _of_experiment(against: str, found: Effect) -> str:
+    return (
+        f"Experiment against {against}: first tokens come {found.saved_s:.3g} ± {found.half_s:.2g} s sooner as it is "
+        f"({found.as_is_s:.3g} against {found.other_s:.3g} s, {found.pairs} pairs of slices)."
+    )

@@ -253,6 +253,16 @@ def test_several_pd_clusters(start: tuple[int, int]) -> None:
     assert rate_with_roles(problem, fluid.prefill) >= 0.93 * best.lambda_max
 
 
+@pytest.mark.parametrize("prefills", [0, 6], ids=["none prefills", "all do both"])
+def test_a_cluster_that_cannot_be_divided_stops_no_other(prefills: int) -> None:
+    allocator, problem = Allocator(persist=1), several()
+    undivided = PdLoad(
+        "away", tuple(PdInstance(f"away{i}", i < prefills, True) for i in range(6)), BUSY, BUSY
+    )
+    found = allocator.decide([undivided, load(1)], problem, 0.0)
+    assert found is not None and (found.cluster, found.to_role) == ("home", "prefill")
+
+
 stages = st.builds(StageLoad, st.floats(0, 1), st.floats(0, 100))
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from prfaas.cli import main as cli
 from prfaas.core.byte_ring import RingEntry
-from prfaas.core.deployment import AdminConfig, GatewayConfig, Routing, load_deployment
+from prfaas.core.deployment import AdminConfig, GatewayConfig, LedgerConfig, Routing, load_deployment
 from prfaas.core.workload.requests import read_requests
 from prfaas.serving.console.history import StateHistory
 from prfaas.serving.gateway import console
@@ -426,3 +426,36 @@ def test_a_history_is_made_of_any_state() -> None:
         assert history.take()["alarms"][0]["kind"] == "no-decode"
 
     asyncio.run(main())
+
+
+def test_what_offloading_was_worth_comes_from_the_ledger(in_world: InWorld, tmp_path: Path) -> None:
+    async def body(world: World) -> None:
+        assert (await read(world, "/prfaas/console"))["keeps_ledger"]
+        for prompt in (SHORT, LONG):
+            await world.post("/v1/completions", {"model": "stand-in", "prompt": prompt, "max_tokens": 2})
+        async with asyncio.timeout(20):
+            while not (told := await read(world, "/prfaas/worth?by=link&hours=1"))["all"]:
+                await asyncio.sleep(0.05)
+        assert sum(row["requests"] for row in told["rows"]) == told["all"][0]["requests"]
+        assert told["sentences"][0].endswith("requests were offloaded.")
+        for wrong, why in (
+            ("by=moon", "by must be one of hour, hour-of-day"),
+            ("hours=-1", "whole number from 0"),
+        ):
+            assert why in (await read(world, f"/prfaas/worth?{wrong}", 400))["error"]["message"]
+        (tmp_path / "ledger.sqlite").unlink()
+        gone = await read(world, "/prfaas/worth", 409)
+        assert "can't be used as a ledger" in gone["error"]["message"]
+
+    config = GatewayConfig(
+        "127.0.0.1", 0, AdminConfig("127.0.0.1", 0), ledger=LedgerConfig(tmp_path / "ledger.sqlite")
+    )
+    in_world(body, live=True, gateway_config=config)
+
+
+def test_without_a_ledger_nothing_is_worth_anything(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        assert not (await read(world, "/prfaas/console"))["keeps_ledger"]
+        assert "gateway.ledger" in (await read(world, "/prfaas/worth", 409))["error"]["message"]
+
+    in_world(body)

@@ -4,13 +4,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import axe_core_python
 import pytest
 from tests.browser import CHROMIUM, MISSING, Page, chromium_page
 
-from prfaas.core.deployment import AdminConfig, GatewayConfig, Routing
+from prfaas.core.deployment import AdminConfig, GatewayConfig, LedgerConfig, Routing
 
 from .world import World, running_world
 
@@ -22,25 +23,28 @@ NO_SIDEWAYS = "document.documentElement.scrollWidth <= document.documentElement.
 
 
 @asynccontextmanager
-async def seen(home: Path, *, token: bool) -> AsyncIterator[tuple[World, Page, str]]:
+async def seen(home: Path, *, token: bool, ledger: bool = False) -> AsyncIterator[tuple[World, Page, str]]:
     """A world that answers requests all the time, and a browser beside it."""
     file = home / "token"
     file.write_text(TOKEN + "\n")
     file.chmod(0o600)
     admin = AdminConfig("127.0.0.1", 0, file if token else None)
     config = GatewayConfig("127.0.0.1", 0, admin, route_header="full")
+    if ledger:
+        config = replace(config, ledger=LedgerConfig(home / "ledger.sqlite"))
     async with (
-        asyncio.timeout(100),
+        asyncio.timeout(240),
         running_world(home, live=True, spare=True, gateway_config=config) as world,
-        chromium_page(home / "profile") as page,
     ):
         assert world.live is not None
         # The world's own policy reads no threshold that could be set.
         object.__setattr__(world.live.members.running.current, "routing", Routing("paper", 100))
         ending = asyncio.Event()
+        # Before the browser, which may take long to start: a link that carries nothing at first is taken for down.
         load = asyncio.create_task(_load(world, ending))
         try:
-            yield world, page, str(world.admin._base_url).rstrip("/") + "/console"
+            async with chromium_page(home / "profile") as page:
+                yield world, page, str(world.admin._base_url).rstrip("/") + "/console"
         finally:
             ending.set()
             await load
@@ -199,7 +203,7 @@ def test_axe_core_finds_nothing(tmp_path: Path, width: int) -> None:
     """The page that asks for a token, and the console with a request and a simulation opened, light and dark."""
 
     async def main() -> None:
-        async with seen(tmp_path, token=True) as (_, page, url):
+        async with seen(tmp_path, token=True, ledger=True) as (_, page, url):
             for dark in (False, True):
                 await page.open(url, width=width, height=844, dark=dark)
                 await page.until("document.querySelector('#token') !== null")
@@ -211,6 +215,7 @@ def test_axe_core_finds_nothing(tmp_path: Path, width: int) -> None:
                 await page.until("document.querySelector('.explained')?.innerText.startsWith('Request')")
                 await page.click("#simulate-ask")
                 await page.until("document.querySelector('#simulate pre') !== null")
+                await page.until("document.querySelector('#worth td') !== null")
                 assert await page.run(AXE) == []
                 # The token is forgotten, so that the next one is asked for it too.
                 await page.run("sessionStorage.clear()")
@@ -225,6 +230,7 @@ def test_the_first_screen_says_whether_it_is_well(tmp_path: Path) -> None:
             await page.open(url, width=390, height=844)
             await page.until("document.querySelector('#now-pays b')?.innerText === 'Not known'")
             assert "gateway.ledger" in await page.text("#now-pays")
+            assert "No ledger is kept" in await page.text("#worth")
             assert "The busiest is" in await page.text("#now-bottleneck")
             shown = "document.querySelector('#now').getBoundingClientRect().bottom <= window.innerHeight"
             assert await page.run(shown)
@@ -252,9 +258,36 @@ def test_the_first_screen_says_whether_it_is_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("a browser shows the page")
+def test_what_offloading_was_worth_is_told(tmp_path: Path) -> None:
+    def chosen(what: str, value: str) -> str:
+        place = f"document.querySelector('#worth-{what}')"
+        return f"{place}.value = '{value}'; {place}.dispatchEvent(new Event('change', {{bubbles: true}}))"
+
+    async def main() -> None:
+        async with seen(tmp_path, token=False, ledger=True) as (_, page, url):
+            await page.open(url)
+            await page.until(f"{ROWS} > 3")
+            # The ledger is written once a second, and asked for where something else is chosen.
+            for hours in ("1", "168") * 50:
+                await page.run(chosen("hours", hours))
+                await asyncio.sleep(0.2)
+                if await page.run("document.querySelector('[data-worth=\"0 to 1K\"]') !== null"):
+                    break
+            await page.run(chosen("by", "link"))
+            await page.until(
+                'document.querySelector(\'[data-worth="remote->pd"], [data-worth$="->pd"]\') !== null'
+            )
+            text = await page.text("#worth")
+            assert "were offloaded." in text and "stays" in text and "GPU-s moved" in text
+            assert page.errors == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow("a browser shows the page")
 def test_it_is_readable_small_and_dark(tmp_path: Path) -> None:
     async def main() -> None:
-        async with seen(tmp_path, token=False) as (_, page, url):
+        async with seen(tmp_path, token=False, ledger=True) as (_, page, url):
             await page.open(url, width=390, height=844)
             await page.until(f"{ROWS} > 3")
             await page.click("tr[data-request] button.link-like")
@@ -297,7 +330,8 @@ CUT = """[...document.querySelectorAll('main *, header *')].filter((element) =>
 ).map((element) => element.outerHTML.slice(0, 120))"""
 
 # Elements that can be used and have no name for a screen reader.
-NAMELESS = """[...document.querySelectorAll('button, input, [role=img], [role=region], meter')].filter((element) =>
+NAMELESS = """[...document.querySelectorAll('button, input, select, meter, [role=img], [role=region]')]
+.filter((element) =>
   !(element.innerText || '').trim() && !element.getAttribute('aria-label') && !element.labels?.length
 ).map((element) => element.outerHTML.slice(0, 120))"""
 

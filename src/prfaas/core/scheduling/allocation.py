@@ -107,8 +107,8 @@ class Allocator:
       than decode.
     Then nothing for `cool_down_s`, and never while an instance is still draining. Both roles keep at least one
     instance. Of the giving role the least busy healthy instance goes, ties by name. A data-parallel group goes as a
-    whole, where no more than its ranks are wanted. Clusters where some instance has both roles at once have nothing to
-    convert, and stay.
+    whole, where no more than its ranks are wanted. Clusters where some instance has both roles at once, or none has one
+    of them, have nothing to convert, and stay; the others are planned beside them.
     Costs some milliseconds for two clusters, up to seconds for many (a mixed-integer programme), less while the problem
     stays what it was: run it beside an event loop.
     """
@@ -137,7 +137,7 @@ class Allocator:
             sample_count: how many requests the problem's lengths were taken from; 0: the problem is always a new one.
         """
         planned = {pd.name: pd.instances for pd in problem.pd}
-        known = [load for load in loads if _is_divided(load) and planned.get(load.cluster) == _healthy(load)]
+        known = [load for load in loads if planned.get(load.cluster) == _healthy(load)]
         if len(known) < len(planned) or _is_changing(loads):
             self._agreed.clear()
             return None
@@ -157,19 +157,19 @@ class Allocator:
         self, loads: Sequence[PdLoad], problem: PlanProblem, sample_count: int
     ) -> dict[tuple[str, Role], Conversion]:
         """What planner and measurements agree on now, for throughput."""
-        busier = {load.cluster: self._busier(load) for load in loads}
+        divided = [load for load in loads if _is_divided(load)]
+        busier = {load.cluster: self._busier(load) for load in divided}
         if not any(busier.values()):
             return {}
-        now = {load.cluster: len(load.able("prefill")) for load in loads}
         if not sample_count or self._known.is_new(problem, None, sample_count):
             self._best, self._rates = best_roles(problem), {}
-        best = self._best
-        best = {load.cluster: _inside(best[load.cluster], load) for load in loads}
+        now = {load.cluster: _prefilling(load, self._best[load.cluster]) for load in loads}
+        best = now | {load.cluster: _inside(self._best[load.cluster], load) for load in divided}
         if best == now:
             return {}
         before, rate_best = self._rate(problem, now), self._rate(problem, best)
         wanted: dict[tuple[str, Role], Conversion] = {}
-        for load in loads:
+        for load in divided:
             missing = best[load.cluster] - now[load.cluster]
             role: Role = "prefill" if missing > 0 else "decode"
             needed = _EQUAL if abs(missing) >= 2 else self.margin
@@ -232,6 +232,12 @@ def _is_divided(load: PdLoad) -> bool:
         and bool(load.able("prefill"))
         and bool(load.able("decode"))
     )
+
+
+def _prefilling(load: PdLoad, best: int) -> int:
+    """How many healthy instances prefill; of those with both roles as many as would be `best`."""
+    able = load.able("prefill")
+    return min(max(best, sum(not each.decodes for each in able)), len(able))
 
 
 def _is_changing(loads: Sequence[PdLoad]) -> bool:

@@ -4,7 +4,7 @@ The page and its scripts hold no data, so they are given without a token; everyt
 """
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import msgspec
 import orjson
@@ -19,6 +19,8 @@ from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.told_requests import scenario_of, summary
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.secret_files import LedgerFileError
+from prfaas.serving.worth import By, told
 
 PAGE_PATH = "/console"
 _MOST_STREAMS = 16
@@ -47,6 +49,7 @@ class Console:
         self._may_change = may_change
         self._files = page_files()
         self._open_streams = 0
+        self._reading = asyncio.Lock()
 
     @property
     def _deployment(self) -> Deployment:
@@ -62,6 +65,7 @@ class Console:
         router.add_get("/prfaas/events", self._events, allow_head=False)
         router.add_get("/prfaas/requests", self._requests, allow_head=False)
         router.add_get("/prfaas/scenario", self._scenario, allow_head=False)
+        router.add_get("/prfaas/worth", self._worth, allow_head=False)
         router.add_post("/prfaas/clusters/{name}/threshold", self._threshold)
 
     async def _to_page(self, _request: web.Request) -> web.Response:
@@ -85,6 +89,7 @@ class Console:
                 "policy": self._deployment.routing.policy,
                 "may_change": self._may_change,
                 "kept_requests": self._log.capacity,
+                "keeps_ledger": self._deployment.gateway.ledger is not None,
             }
         )
 
@@ -148,6 +153,22 @@ class Console:
                 409, "No request has told the length of its prompt yet: there is nothing to simulate."
             )
         return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+    async def _worth(self, request: web.Request) -> web.Response:
+        """What `prfaas worth` says of this gateway's own ledger."""
+        by, hours = request.query.get("by", "length"), _whole(request, "hours", 24, 0)
+        if by not in get_args(By):
+            raise ApiError(400, f"by must be one of {', '.join(get_args(By))}, not {by[:32]!r}.", param="by")
+        ledger = self._deployment.gateway.ledger
+        if ledger is None:
+            raise ApiError(409, "No ledger is kept; gateway.ledger in the deployment file names one.")
+        # A ledger may have millions of rows: one question at a time, beside the requests.
+        async with self._reading:
+            try:
+                found = await asyncio.to_thread(told, [ledger.file], cast(By, by), hours)
+            except LedgerFileError as error:
+                raise ApiError(409, f"{error}.") from None
+        return web.json_response(found)
 
     async def _threshold(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]

@@ -9,6 +9,7 @@ import { Instances, RoleTimeline } from '/console/instances.js';
 import { Decisions, Lengths, Pools } from '/console/charts.js';
 import { Requests } from '/console/requests.js';
 import { Now } from '/console/now.js';
+import { Worth } from '/console/worth.js';
 
 const OLD_STEP = 3;
 const REQUESTS_MS = 2000;
@@ -200,6 +201,7 @@ function Console({ facts, onRefused }) {
         <${Thresholds} ...${{ frame, mayChange, onThreshold }} /><//>
       <${Panel} id="instances" title="Instances" wide><${Instances} ...${span} frame=${frame} mayChange=${mayChange} onDrain=${onDrain} /><//>
       <${Panel} id="requests" title="Recent requests" wide><${Requests} requests=${requests.filter((each) => each.at_s <= at + 1)} ...${{ pinned, chosen, explained, onPin }} onChoose=${setChosen} /><//>
+      <${Panel} id="worth" title="Worth" wide><${Worth} isKept=${facts.keeps_ledger} /><//>
       <${Panel} id="roles" title="Roles"><${RoleTimeline} ...${span} /><//>
       <${Panel} id="pools" title="Pools"><${Pools} frame=${frame} /><//>
       <${Panel} id="changes" title="What changed"><ol class="changes">${changes.filter((each) => each.at_s <= at + 0.001).slice(-40).reverse().map((each, index) => html`<li key="${each.at_s} ${index}"><time>${format.clock(each.at_s)}</time> ${each.what}</li>`)}</ol>${!changes.length && html`<p class="empty">Nothing yet.</p>`}<//>
