@@ -85,6 +85,9 @@ def set_up_logging(
     ours.setLevel(settings.level.upper())
     ours.propagate = whole_process
     if whole_process:
+        # No line says where in the code or in which thread it was written; to find that out takes as long as the line.
+        logging._srcfile = None
+        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         root.setLevel(max(logging.WARNING, ours.level))
         root.addHandler(handler)
     else:
