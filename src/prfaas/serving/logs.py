@@ -39,6 +39,7 @@ PEER: ContextVar[str | None] = ContextVar("prfaas_peer", default=None)
 """Address of who sent it."""
 
 _PLAIN = re.compile(r'[^\s"=]+')
+_BARE = frozenset(("time", "level", "logger", "message"))
 # A pipe that has room takes 4096 bytes without waiting.
 _MAX_CHARACTERS = 800
 _BURST = 5
@@ -85,6 +86,9 @@ def set_up_logging(
     ours.setLevel(settings.level.upper())
     ours.propagate = whole_process
     if whole_process:
+        # No line says where in the code or in which thread it was written; to find that out takes as long as the line.
+        logging._srcfile = None
+        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         root.setLevel(max(logging.WARNING, ours.level))
         root.addHandler(handler)
     else:
@@ -205,13 +209,12 @@ class _LineFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
         }
-        request_id, peer = REQUEST_ID.get(), PEER.get()
-        if request_id is not None:
-            told["request_id"] = one_line(request_id)
-        if peer is not None:
-            told["peer"] = one_line(peer)
-        told["message"] = one_line(_message(record))
         fields: Mapping[str, object] = getattr(record, "fields", {})
+        # A line about a request that has ended says itself whose it is.
+        for name, whose in (("request_id", fields.get("request_id", REQUEST_ID.get())), ("peer", PEER.get())):
+            if whose is not None:
+                told[name] = one_line(str(whose))
+        told["message"] = one_line(_message(record))
         for name, value in fields.items():
             told[name] = one_line(value) if isinstance(value, str) else value
         left_out = getattr(record, "left_out", 0)
@@ -243,12 +246,8 @@ class _TextFormatter(_LineFormatter):
     """`TIME LEVEL LOGGER name=value … message name=value …`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told = self.parts(record)
-        words = [str(told.pop("time")), str(told.pop("level")), str(told.pop("logger"))]
-        words += [f"{name}={_word(told.pop(name))}" for name in ("request_id", "peer") if name in told]
-        words.append(str(told.pop("message")))
-        words += [f"{name}={_word(value)}" for name, value in told.items()]
-        return " ".join(words)
+        told = self.parts(record).items()
+        return " ".join(str(value) if name in _BARE else f"{name}={_word(value)}" for name, value in told)
 
 
 class _JsonFormatter(_LineFormatter):

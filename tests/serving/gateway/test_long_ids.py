@@ -152,6 +152,7 @@ def test_bodies_with_arrays_say_what_bodies_with_lists_say(
     params = {"prfaas": "sealed"} if ticketed else {}
     written = decode_body(strip_owned(parsed), params, None, "salt")
     assert orjson.loads(written) == orjson.loads(decode_body(strip_owned(body), params, None, "salt"))
+    assert ids_json(prompt.token_ids) == orjson.dumps(body["prompt"])
     assert orjson.loads(prefill_body("m", prompt.token_ids[:-1], "t"))["prompt"] == body["prompt"][:-1]
 
 

@@ -7,9 +7,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from prfaas.core.deployment import AppliedDeployment, Instance, Link
 from prfaas.core.link.announced import AnnouncedLink
@@ -357,7 +359,7 @@ class LinkMonitor(Part):
             if pair in arrived:
                 arrived[pair] += ArrivalSample.of_report(report, now_s)
         for pair, arrival in arrived.items():
-            self.by_pair[pair].arrivals[name] = ArrivalSample(at_s=now_s, **asdict(arrival))
+            self.by_pair[pair].arrivals[name] = ArrivalSample(at_s=now_s, **msgspec.to_builtins(arrival))
 
     def _probe(self, pair: tuple[str, str], samples: Mapping[str, SenderSample], nbytes: int) -> None:
         able = [

@@ -5,7 +5,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from prfaas.serving.declared_metrics import Declared, DeclaredMetrics, counter, gauge
+from prfaas.serving.declared_metrics import Declared, DeclaredMetrics, cached_counter, counter, gauge
 
 _SLICE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 TIERS = ("memory", "ssd")
@@ -22,7 +22,7 @@ class ControlMetrics(DeclaredMetrics):
 
     prefix = "prfaas_control_"
 
-    decisions = counter("Routed requests, by decision.", "route", "reason")
+    decisions = cached_counter("Routed requests, by decision.", "route", "reason")
     policy_failures = counter("Decisions that a policy of one's own failed to make.")
     experiment_other = gauge("1 while requests are routed as the experiment's other way.")
     experiment_ended = gauge("1 once the experiment has ended by itself, since the other way hurt.")

@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 
 from prfaas.core.deployment import GatewayLimits
 from prfaas.core.scheduling.decision import Decision
@@ -75,19 +75,20 @@ class AdmittedRequest:
         `max_tokens` tokens would end after the deadline."""
         self._admission.check_wait(decision, max_tokens, self._until_s - time.perf_counter())
 
-    @asynccontextmanager
-    async def in_time(self) -> AsyncIterator[None]:
+    def in_time(self) -> AbstractAsyncContextManager[None]:
         """The body of this is cancelled when the deadline passes. Raises DeadlinePassedError then."""
-        if self._timeout_s is None:
+        return nullcontext() if self._timeout_s is None else _in_time(self._timeout_s, self._until_s)
+
+
+@asynccontextmanager
+async def _in_time(timeout_s: float, until_s: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(until_s - time.perf_counter()) as scope:
             yield
-            return
-        try:
-            async with asyncio.timeout(self._until_s - time.perf_counter()) as scope:
-                yield
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise DeadlinePassedError(self._timeout_s) from None
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise DeadlinePassedError(timeout_s) from None
 
 
 class Admission:

@@ -3,7 +3,8 @@
 The trust boundary runs through this file. A body is parsed once and written anew for every hop, so duplicate
 keys and odd encodings end here; fields that could steer an engine never get past `strip_owned`.
 
-A long list of token ids is never made into Python's integers: it is an array from here on.
+A long list of token ids is never made into Python's integers: it is an array from here on, which engines get as it
+was written.
 """
 
 import math
@@ -120,7 +121,7 @@ _MAX_DEPTH = 64
 
 
 def parse_body(raw: bytes, most_values: int = MOST_VALUES) -> Json:
-    """The JSON object in `raw`. Its "prompt" is an array (uint32) if that is a long list of token ids.
+    """The JSON object in `raw`. Its "prompt" is WrittenIds (uint32) if that is a long list of token ids.
 
     Args:
         most_values: other JSON values that it may have. Each becomes an object of Python, whose making nothing can
@@ -148,7 +149,13 @@ _PIECE_BYTES = 64 << 10
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def _long_ids(raw: bytes) -> "tuple[array[int] | None, bytes]":
+class WrittenIds(array):  # type: ignore[type-arg]
+    """Token ids that know their JSON, so that it need not be written for each engine. They never change."""
+
+    json: bytes
+
+
+def _long_ids(raw: bytes) -> tuple[WrittenIds | None, bytes]:
     """The token ids that are the prompt of a long body, and the body without them; None and all of it else.
 
     They are never Python's integers: for 128K of them, making these takes longer than all else.
@@ -160,15 +167,20 @@ def _long_ids(raw: bytes) -> "tuple[array[int] | None, bytes]":
         listed = bytes(fields.pop("prompt"))
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, RecursionError):
         return None, raw
-    # It is JSON, so whatever is made of these alone is a list of plain numbers.
-    if not listed.startswith(b"[") or listed[1:-1].translate(None, b"0123456789, \t\r\n"):
+    if not listed.startswith(b"["):
         return None, raw
-    ids, at, listed = array("I"), 1, listed.translate(None, b" \t\r\n")
+    if any(blank in listed for blank in b" \t\r\n"):
+        listed = listed.translate(None, b" \t\r\n")
+    ids, at = WrittenIds("I"), 1
+    ids.json = listed
     while at < len(listed) - 1:
         end = listed.find(b",", at + _PIECE_BYTES)
         piece = listed[at : end if end >= 0 else -1]
-        # What is too large for 64 bits becomes the largest number of 64 bits.
-        values = np.fromstring(piece, dtype=np.int64, sep=",")
+        # It is JSON, so whatever is made of these alone is plain numbers.
+        if piece.translate(None, b"0123456789,"):
+            return None, raw
+        # What is too large for 64 bits becomes the largest number of 64 bits. With a sign, it takes longer.
+        values = np.fromstring(piece, dtype=np.uint64, sep=",")
         if int(values.max()) >= 1 << 32:
             return None, raw
         ids.frombytes(values.astype(np.uint32).tobytes())
@@ -380,7 +392,9 @@ JSON_BYTES_PER_TOKEN = 5
 
 
 def ids_json(ids: Sequence[int]) -> bytes:
-    """The canonical JSON array of `ids`; quickest for an `array("I")`."""
+    """The canonical JSON array of `ids`; quickest for an `array("I")`, and known for WrittenIds."""
+    if isinstance(ids, WrittenIds):
+        return ids.json
     if isinstance(ids, array) and ids.typecode == "I":
         return orjson.dumps(np.frombuffer(ids, np.uint32), option=orjson.OPT_SERIALIZE_NUMPY)
     return orjson.dumps(ids)

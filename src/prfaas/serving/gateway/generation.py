@@ -1,6 +1,7 @@
 """The way of one generating request through the gateway, from its body to its record."""
 
 import logging
+from contextlib import nullcontext
 
 from aiohttp import web
 
@@ -45,8 +46,8 @@ class Generation:
         async with self._intake.taking(http, endpoint) as (request, admitted):
             writer = ResponseWriter(http, request.record, self._context.metrics, dialect_of(endpoint.path))
             waits = request.record.streamed and endpoint.generates
-            keep_alive_s = self._context.running.current.gateway.keep_alive_s if waits else None
-            with writer.keeping_alive(keep_alive_s):
+            keep_alive_s = self._context.running.current.gateway.keep_alive_s
+            with writer.keeping_alive(keep_alive_s) if waits else nullcontext():
                 response = await self._told(request, admitted, writer)
             # 6. Record. `taking` adds the times, and the outcome where an exception ended the request.
             request.record.answered(response.status)

@@ -237,12 +237,12 @@ class ResponseWriter:
         return self._response is not None
 
     @contextlib.contextmanager
-    def keeping_alive(self, every_s: float | None) -> Iterator[None]:
-        """Write a comment every so often while the client waits for the first event; None: never."""
+    def keeping_alive(self, every_s: float) -> Iterator[None]:
+        """Write a comment every so often while the client waits for the first event."""
         loop = asyncio.get_running_loop()
 
         def wait_on(_ended: object = None) -> None:
-            if self._is_awaited and every_s is not None:
+            if self._is_awaited:
                 self._timer = loop.call_later(every_s, tick)
 
         def tick() -> None:

@@ -76,7 +76,8 @@ class PrefillOrchestrator:
         decision = plane.router.route(num_tokens, prompt.chains, first_from_prefill=first_from_prefill)
         plane.observe(num_tokens, decision.uncached_tokens)
         policy = self._context.running.current.routing.policy
-        record.since("decide", begun_s, decision_attributes(decision, policy))
+        told = decision_attributes(decision, policy) if record.trace.is_kept else None
+        record.since("decide", begun_s, told)
         return decision
 
     def _whole(self, prompt: DirectPrompt, avoid: Collection[str] = ()) -> Decision:
