@@ -141,14 +141,15 @@ class MemoryTier:
         self.rows[row.row] = page
         return page
 
-    def entered(self, page: PoolPage) -> None:
-        """Let a recovered page count for eviction.
+    def entered(self, page: PoolPage) -> PageIdentity | None:
+        """Let a recovered page count for eviction. Returns its identity, as `identity` does.
 
         Raises:
             ValueError: its trailer is damaged.
         """
-        page.identity = self.identity(page)
-        self._enter(page, page.identity)
+        identity = self.identity(page)
+        self._enter(page, identity)
+        return identity
 
     def disown(self, page: PoolPage) -> None:
         """Free the page's name for another page; it keeps its slot."""
