@@ -338,7 +338,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.held_pages() == readable | on_ssd
         for row in arena.table.used_rows():
             slot = arena.table.slot(row.row)
-            to_verify = arena.table.checksum_to_verify(slot, 1)
+            to_verify = arena.table.checksums_to_verify([slot], 1).get(slot)
             assert to_verify == (
                 row.checksums[1] if row.page_id in readable and row.state.is_readable else None
             )

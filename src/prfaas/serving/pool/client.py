@@ -281,10 +281,14 @@ class PoolClient:
             return np.full(len(pages), PageState.FREE, np.uint8)
         return arena.table.states([page.slot for page in pages])
 
-    def must_verify(self, pages: Sequence[protocol.PageRef]) -> bool:
-        """True if this reader must verify any of these pages (`checksum_to_verify`)."""
+    def checksums_to_verify(self, pages: Sequence[protocol.PageRef]) -> dict[int, int]:
+        """By slot: xxh3_64 of this rank's share, of pages that outlived a daemon and that the reader must verify."""
         arena = self._arena
-        return arena is not None and arena.table.must_verify([page.slot for page in pages])
+        return (
+            {}
+            if arena is None
+            else arena.table.checksums_to_verify([page.slot for page in pages], self._rank)
+        )
 
     def intact(self, epoch: int, pages: Sequence[protocol.PageRef]) -> bool:
         """True if pages that were copied out have been readable ever since the match of that epoch."""
@@ -294,11 +298,6 @@ class PoolClient:
             and epoch == self._epoch == arena.epoch
             and arena.table.are_readable([page.slot for page in pages])
         )
-
-    def checksum_to_verify(self, slot: int) -> int | None:
-        """xxh3_64 of this rank's share if the reader must verify the page, which outlived a daemon; else None."""
-        arena = self._arena
-        return None if arena is None else arena.table.checksum_to_verify(slot, self._rank)
 
     @contextmanager
     def writing(self, epoch: int) -> Iterator[bool]:

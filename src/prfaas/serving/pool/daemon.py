@@ -416,8 +416,12 @@ class PoolDaemon:
         recovered = recover(store, owner_lives)
         self.store = store
         self._stops_providing = threading.Event()
-        in_loop = partial(asyncio.get_running_loop().call_soon_threadsafe, store.memory.add_slab)
-        arguments = (arena, in_loop, self._stops_providing.is_set)
+        loop = asyncio.get_running_loop()
+
+        def provided(slab: int) -> None:
+            loop.call_soon_threadsafe(store.memory.add_slab, slab)
+
+        arguments = (arena, provided, self._stops_providing.is_set)
         self._provider = threading.Thread(target=provide_slabs, args=arguments, name="prfaas-pool-memory")
         self._provider.start()
         if recovered:

@@ -166,6 +166,11 @@ class MemoryTier:
         del self.rows[row]
         page.slot = NO_SLOT
 
+    def page_in(self, slot: int) -> PoolPage | None:
+        """The page that a `PageRef` of this slot names, if it is still there."""
+        page = self.rows.get(row_of(slot))
+        return page if page is not None and page.slot == slot else None
+
     def set_state(self, page: PoolPage, state: PageState) -> None:
         """Set the state of a page with a slot, here and in shared memory."""
         page.state = state

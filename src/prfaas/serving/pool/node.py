@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -67,7 +67,8 @@ async def serve_pool(
     socket = deployment.pool_socket(node)
     socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, node.name)
-    with _publisher(key) as events:
+    with contextlib.closing(PoolEventPublisher(seed_of(key))) as events:
+        events.start()
         daemon = _daemon(deployment, node, events, keep_memory=keep_memory)
         figures = LatestFigures(
             {
@@ -131,13 +132,3 @@ def _daemon(
         make_policy=policy,
         tenant_share=tenant_share,
     )
-
-
-@contextlib.contextmanager
-def _publisher(key: bytes) -> Iterator[PoolEventPublisher]:
-    publisher = PoolEventPublisher(seed_of(key))
-    publisher.start()
-    try:
-        yield publisher
-    finally:
-        publisher.close()

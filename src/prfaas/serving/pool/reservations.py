@@ -115,10 +115,8 @@ class Reservations:
             self._end(page)
 
     def _writing(self, slot: int) -> PoolPage | None:
-        page = self._memory.rows.get(row_of(slot))
-        if page is None or page.slot != slot or page.state is not PageState.WRITING:
-            return None
-        return page
+        page = self._memory.page_in(slot)
+        return page if page is not None and page.state is PageState.WRITING else None
 
     def _rank_ended(self, owner: Owner, rank: int, *, only_left_behind: bool) -> None:
         for page in list(self._of.get(owner, ())):
