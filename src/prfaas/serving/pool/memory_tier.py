@@ -89,8 +89,8 @@ class MemoryTier:
         self._evicted = evicted
         self._slot_bytes = layout.slot_bytes
         self._slabs = SlabAllocator(layout.slab_bytes, set(layout.slot_bytes.values()))
-        self._identity_at = {each.index: geometry.identity_offset(each.index) for each in geometry.groups}
         self._lead = geometry.lead.index
+        self._identity_at = geometry.identity_offset(self._lead)
         self._identity_room = geometry.identity_bytes(self._lead)
         self.rows: dict[int, PoolPage] = {}
         """Every page with a slot, by the slot's row."""
@@ -121,7 +121,7 @@ class MemoryTier:
         page.identity = identity
         if identity is not None:
             encoded = identity.encode()
-            at = page.offset + self._identity_at[page.group]
+            at = page.offset + self._identity_at
             self.arena.view[at : at + len(encoded)] = encoded
         self._enter(page, identity)
         return True
@@ -195,7 +195,7 @@ class MemoryTier:
         """
         if page.group != self._lead:
             return None
-        at = page.offset + self._identity_at[page.group]
+        at = page.offset + self._identity_at
         return PageIdentity.decode(self.arena.view[at : at + self._identity_room])
 
     def _enter(self, page: PoolPage, identity: PageIdentity | None) -> None:
