@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.pool.page_table import Owner, PageState, PageTable, are_readable, row_bytes
+from prfaas.serving.pool.page_table import PageState, PageTable, are_readable, row_bytes
+from prfaas.serving.pool.processes import Owner
 
 ROWS, RANKS = 9, 3
 OWNER = Owner(1, 2, bytes(8))

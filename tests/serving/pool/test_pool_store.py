@@ -18,7 +18,8 @@ from prfaas.core.pool.keys import page_id, tenant_id
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import ArenaLayout, create_arena, open_arena
 from prfaas.serving.pool.memory_tier import NO_SLOT
-from prfaas.serving.pool.page_table import Owner, PageState, row_of
+from prfaas.serving.pool.page_table import PageState, row_of
+from prfaas.serving.pool.processes import Owner
 from prfaas.serving.pool.protocol import Match as Question
 from prfaas.serving.pool.protocol import Matched, PageRef, page_refs
 from prfaas.serving.pool.recovery import recover

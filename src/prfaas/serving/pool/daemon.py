@@ -35,8 +35,7 @@ from prfaas.serving.pool.arena import (
     provide_slabs,
 )
 from prfaas.serving.pool.events import PoolEventPublisher
-from prfaas.serving.pool.page_table import Owner
-from prfaas.serving.pool.processes import PeerProcess, owner_lives
+from prfaas.serving.pool.processes import Owner, PeerProcess, owner_lives
 from prfaas.serving.pool.recovery import recover, verify_pages, verify_recovered
 from prfaas.serving.pool.ssd_tier import SsdFactory
 from prfaas.serving.pool.store import PageStore, StoreSession

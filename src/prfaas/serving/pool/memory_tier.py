@@ -9,7 +9,8 @@ from prfaas.core.pool.keys import KEY_BYTES, page_id
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.core.pool.slabs import SlabAllocator
 from prfaas.serving.pool.arena import Arena
-from prfaas.serving.pool.page_table import Owner, PageRow, PageState, row_of
+from prfaas.serving.pool.page_table import PageRow, PageState, row_of
+from prfaas.serving.pool.processes import Owner
 
 NO_SLOT = -1
 _TOUCHED_AGAIN_S = 1.0

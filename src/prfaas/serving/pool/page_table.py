@@ -5,12 +5,13 @@ The daemon alone writes it. Engines read the state of the pages that they copy.
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from prfaas.serving.pool.processes import Owner
 
 MOST_RANKS = 64
 
@@ -59,17 +60,6 @@ def are_readable(states: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     """`is_readable` of every one of `PageTable.states`."""
     readable: npt.NDArray[np.bool_] = (states == PageState.READY) | (states == PageState.SPILLING)
     return readable
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The engine that reserved a page: one or more processes of one process group."""
-
-    process_group: int
-    started: int
-    """Start time of the group's leader in clock ticks since boot, 0 if it had ended; numbers are reused."""
-    engine: bytes
-    """8 bytes that distinguish engines of one process group."""
 
 
 class PageRow(NamedTuple):

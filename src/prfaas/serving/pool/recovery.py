@@ -8,7 +8,8 @@ import xxhash
 
 from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.pool.memory_tier import NO_SLOT, PoolPage
-from prfaas.serving.pool.page_table import Owner, PageRow, PageState, row_of
+from prfaas.serving.pool.page_table import PageRow, PageState, row_of
+from prfaas.serving.pool.processes import Owner
 from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.pool.store import PageStore
 

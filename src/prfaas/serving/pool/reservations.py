@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from prfaas.core.pool.geometry import PageIdentity
 from prfaas.serving.pool.memory_tier import MemoryTier, PoolPage
-from prfaas.serving.pool.page_table import Owner, PageState, row_of
+from prfaas.serving.pool.page_table import PageState, row_of
+from prfaas.serving.pool.processes import Owner
 
 
 class Reservations:

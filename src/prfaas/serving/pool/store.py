@@ -22,7 +22,8 @@ from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import Arena
 from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
-from prfaas.serving.pool.page_table import Owner, PageState, row_of
+from prfaas.serving.pool.page_table import PageState, row_of
+from prfaas.serving.pool.processes import Owner
 from prfaas.serving.pool.protocol import Match, Matched, PageRef, SessionKind, packed
 from prfaas.serving.pool.reservations import Reservations
 from prfaas.serving.pool.ssd_tier import FileTier, SsdEntry
