@@ -74,7 +74,7 @@ FRAMES = {
     "core/prefix/digests.py": "msgspec.msgpack.Decoder",
     "core/prefix/events.py": "msgspec.msgpack.Decoder",
     "serving/pool/client.py": "frombuffer msgspec.msgpack.Decoder recv_fds recv_into",
-    "serving/pool/connection.py": "msgspec.msgpack.Decoder recv",
+    "serving/pool/daemon.py": "msgspec.msgpack.Decoder recv",
     "serving/transport/protocol/compression.py": "decompress frombuffer unpack_from",
     "serving/transport/protocol/handover.py": "msgspec.msgpack.decode",
     "serving/transport/io/greeting.py": "read readexactly recv",

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from prfaas.core.backoff import Backoff
 from prfaas.serving import tasks
 from prfaas.serving.tasks import BackgroundTasks, LoopFailures, run_together
 
@@ -58,7 +59,7 @@ def test_the_first_failure_ends_the_others_and_is_raised_as_it_is() -> None:
 def test_a_loop_that_raises_goes_on_and_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(tasks, "_BACKOFF", Backoff(0.001, 10.0))
     failures, rounds = LoopFailures(), 0
 
     async def loop() -> None:

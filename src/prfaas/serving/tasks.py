@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any, TypeVar
 
+from prfaas.core.backoff import Backoff
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_BACKOFF = Backoff(0.1, 10.0)
 
 
 class LoopFailures:
@@ -48,7 +50,7 @@ class LoopFailures:
 
     async def keep(self, loop: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a loop until cancelled; if it raises, begin it again after 0.1 s, or up to 10 s if it does so again."""
-        clock, pause_s = asyncio.get_running_loop().time, _FIRST_PAUSE_S
+        clock, failures = asyncio.get_running_loop().time, 0
         while True:
             began_s = clock()
             try:
@@ -61,10 +63,8 @@ class LoopFailures:
                 self.note(loop, error)
             except Exception as error:
                 self.note(loop, error)
-            if clock() - began_s > _LONGEST_PAUSE_S:
-                pause_s = _FIRST_PAUSE_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            failures = 1 if clock() - began_s > _BACKOFF.most_s else failures + 1
+            await asyncio.sleep(_BACKOFF.pause_s(failures))
 
 
 async def end_all(*tasks: "asyncio.Task[Any]") -> None:

@@ -4,9 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Collection
 
-from hypothesis import given
-from hypothesis import strategies as st
-
+from prfaas.core.backoff import Backoff
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
 
@@ -78,7 +76,7 @@ def test_an_engine_that_ends_is_started_again_and_said_to_be_ready() -> None:
 
 def test_waits_double_and_end_with_a_sentence() -> None:
     async def check() -> None:
-        world = World(RestartLimits(most=3, first_wait_s=2.0, longest_wait_s=5.0))
+        world = World(RestartLimits(most=3, backoff=Backoff(2.0, 5.0)))
         for _ in range(30):
             world.end("a")
             await world.pass_s(1)
@@ -200,12 +198,6 @@ def test_an_engine_that_stays_is_sound_again() -> None:
         assert not world.supervisor.given_up
 
     asyncio.run(check())
-
-
-@given(st.integers(0, 2000), st.floats(0.1, 10.0), st.floats(10.0, 100.0))
-def test_waits_never_fall_and_are_bounded(restarts: int, first_s: float, longest_s: float) -> None:
-    limits = RestartLimits(first_wait_s=first_s, longest_wait_s=longest_s)
-    assert first_s <= limits.wait_s(restarts) <= limits.wait_s(restarts + 1) <= longest_s
 
 
 def test_one_more_is_started_and_one_that_leaves_is_let_go() -> None:

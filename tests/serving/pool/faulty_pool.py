@@ -91,7 +91,7 @@ def load(client: PoolClient, number: int, limit_tokens: int = PROMPT_TOKENS) -> 
             page = chain.key_at((block + 1) * 16) + bytes((group,))
             expected = part_of(GEOMETRY, page)
             copy = bytes(client.arena[ref.offset : ref.offset + len(expected)])
-            checksum = client.checksum_to_verify(ref.slot)
+            checksum = client.checksums_to_verify([ref]).get(ref.slot)
             is_right = is_right and (checksum is None or checksum == xxhash.xxh3_64_intdigest(copy))
             copies.append((page, copy, expected))
     is_right = is_right and client.intact(match.epoch, refs)

@@ -86,7 +86,7 @@ def test_pages_are_back_after_a_kill_in_a_new_epoch(options: DaemonOptions) -> N
         assert events.identities == dict(pages_of(HYBRID, PROMPT))
         # They have been verified soon, and then readers need not.
         refs = [ref for each in match.pages for ref in each.refs]
-        wait_until(lambda: all(client.checksum_to_verify(ref.slot) is None for ref in refs))
+        wait_until(lambda: not client.checksums_to_verify(refs))
 
 
 def test_a_client_finds_the_new_daemon_and_distrusts_what_it_copied(options: DaemonOptions) -> None:
@@ -218,7 +218,7 @@ def test_a_page_table_full_of_garbage_is_survived(options: DaemonOptions, seed: 
         match = found(client)
         for each in match.pages:
             for ref in each.refs:
-                wait_until(lambda ref=ref: client.checksum_to_verify(ref.slot) is None)  # type: ignore[misc]
+                wait_until(lambda ref=ref: not client.checksums_to_verify([ref]))  # type: ignore[misc]
         if client.intact(match.epoch, [ref for each in match.pages for ref in each.refs]):
             assert_bytes_are_right(client, match)
         client.unpin(match.pin)

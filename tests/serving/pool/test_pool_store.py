@@ -18,7 +18,8 @@ from prfaas.core.pool.keys import page_id, tenant_id
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import ArenaLayout, create_arena, open_arena
 from prfaas.serving.pool.memory_tier import NO_SLOT
-from prfaas.serving.pool.page_table import Owner, PageState, row_of
+from prfaas.serving.pool.page_table import PageState, row_of
+from prfaas.serving.pool.processes import Owner
 from prfaas.serving.pool.protocol import Match as Question
 from prfaas.serving.pool.protocol import Matched, PageRef, page_refs
 from prfaas.serving.pool.recovery import recover
@@ -338,7 +339,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.held_pages() == readable | on_ssd
         for row in arena.table.used_rows():
             slot = arena.table.slot(row.row)
-            to_verify = arena.table.checksum_to_verify(slot, 1)
+            to_verify = arena.table.checksums_to_verify([slot], 1).get(slot)
             assert to_verify == (
                 row.checksums[1] if row.page_id in readable and row.state.is_readable else None
             )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.ports import free_ports
 
+from prfaas.core.backoff import Backoff
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
@@ -103,7 +104,7 @@ def test_a_killed_pool_is_started_again_by_the_supervisor(deployment: Deployment
     told: list[str] = []
 
     async def check(pools: RunningPools) -> None:
-        limits = RestartLimits(first_wait_s=0.05)
+        limits = RestartLimits(backoff=Backoff(0.05, 60.0))
         supervisor = Supervisor(
             pools, [node.name for node in deployment.pools], limits, told.append, kind="pool"
         )

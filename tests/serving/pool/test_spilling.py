@@ -12,7 +12,7 @@ from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.page_table import PageState
-from prfaas.serving.pool.ssd_tier import SsdFactory, SsdOptions, ssd_factory
+from prfaas.serving.pool.ssd_tier import FileTier, SsdFactory, SsdOptions
 
 from .pool_daemon import (
     MIB,
@@ -44,8 +44,9 @@ def in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 def on_ssd(
     folder: Path, ssd_bytes: int, share: float = 1.0
 ) -> Callable[[asyncio.AbstractEventLoop], SsdFactory]:
-    return lambda loop: ssd_factory(
-        SsdOptions(folder, ssd_bytes, share), lambda _: LruEviction(), partial(in_loop, loop)
+    options = SsdOptions(folder, ssd_bytes, share)
+    return lambda loop: (
+        lambda geometry, arena: FileTier(geometry, arena, options, LruEviction, partial(in_loop, loop))
     )
 
 

@@ -104,26 +104,23 @@ class AnnouncedPages:
             page = self._pages[page_id]
             before, fastest = page.announced, page.fastest
             if fastest < before:
-                self._lower(page_id, page, fastest)
+                self._announce(page_id, page, fastest)
             elif fastest > before:
                 reached = min(fastest, self._announced_before(page_id, page))
                 if reached > before:
-                    self._raise(page_id, page, reached)
+                    self._announce(page_id, page, reached)
                     pending += self._waiting.pop(page_id, ())
                 if reached < fastest:
                     self._waiting.setdefault(self._before(page_id, page), {})[page_id] = None
 
-    def _raise(self, page_id: bytes, page: _Page, tier: int) -> None:
-        self._changes.append(_Change(page_id, tier, True, page.identity))
+    def _announce(self, page_id: bytes, page: _Page, tier: int) -> None:
+        """The page is in this tier now, and no longer in the one that was announced."""
+        if tier:
+            # Where a page goes down, the one before it may be gone: no parent is named, and the block is known.
+            identity = page.identity if tier > page.announced else None
+            self._changes.append(_Change(page_id, tier, True, identity))
         if page.announced:
             self._changes.append(_Change(page_id, page.announced, False, None))
-        page.announced = tier
-
-    def _lower(self, page_id: bytes, page: _Page, tier: int) -> None:
-        # The page before it may be gone by now, so no parent is named: the block is known.
-        if tier:
-            self._changes.append(_Change(page_id, tier, True, None))
-        self._changes.append(_Change(page_id, page.announced, False, None))
         page.announced = tier
 
     def _before(self, page_id: bytes, page: _Page) -> bytes:

@@ -6,7 +6,7 @@ everything, and a share of 1 leaves all to the eviction policy.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 from prfaas.core.pool.eviction import EvictionPolicy
 
@@ -122,17 +122,14 @@ class TenantEviction:
 
     def _victim_above_share(self, tenant: bytes, may_go: Callable[[bytes], bool]) -> bytes | None:
         """A page of the tenant most above its share that isn't pushed below it by the loss."""
-        for policy in self._above_share(tenant):
+        above = [
+            policy
+            for owner, policy in self._of_tenant.items()
+            if owner != tenant and policy.used_bytes > self._share_bytes
+        ]
+        for policy in sorted(above, key=lambda policy: -policy.used_bytes):
             spare_bytes = policy.used_bytes - self._share_bytes
             found = policy.victim(may_go)
             if found is not None and self._pages[found][1] <= spare_bytes:
                 return found
         return None
-
-    def _above_share(self, besides: bytes) -> Iterator[EvictionPolicy[bytes]]:
-        above = [
-            policy
-            for tenant, policy in self._of_tenant.items()
-            if tenant != besides and policy.used_bytes > self._share_bytes
-        ]
-        yield from sorted(above, key=lambda policy: -policy.used_bytes)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from prfaas.core.backoff import Backoff
 from prfaas.core.deployment import Instance
 from prfaas.core.prefix.digests import HeldEvent, decode_events
 from prfaas.serving.control.metrics import ControlMetrics
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 SLICE_S = 0.001
 _ANSWER_S = 30.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_BACKOFF = Backoff(0.1, 5.0)
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ class EventFeed(Part):
 
     async def _stay(self, name: str, followed: _Followed) -> None:
         """Ask for what comes next, again and again."""
-        pause_s = void_s = 0.0
+        failures = voids = 0
         while (port := self._port_of(name)) is not None:
             try:
                 order = FollowOrder(followed.session, followed.next)
@@ -143,31 +144,31 @@ class EventFeed(Part):
                     FollowedEvents, await port.request(secrets.token_bytes(16), order, _ANSWER_S)
                 )
                 if answer.session:
-                    followed.replays += bool(pause_s)
-                    pause_s = 0.0
+                    followed.replays += bool(failures)
+                    failures = 0
                     told = await self._take(name, followed, answer)
                     # One that answers at once with nothing new, or with what is void again, is asked less often.
-                    void_s = 0.0 if told else _longer(void_s)
-                    await asyncio.sleep(void_s)
+                    voids = 0 if told else voids + 1
+                    await asyncio.sleep(_BACKOFF.pause_s(voids))
                     continue
             except TimeoutError:
                 # Nothing has happened there.
                 continue
             except (OSError, ValueError) as error:
                 logger.log(
-                    logging.DEBUG if pause_s else logging.INFO,
+                    logging.DEBUG if failures else logging.INFO,
                     "KV events of %s can't be followed: %s",
                     name,
                     error,
                 )
-                if followed.session and not pause_s:
+                if followed.session and not failures:
                     followed.gaps += 1
                 elif followed.session:
                     # It is gone. What it holds when it is back, it will tell.
                     self._drop(name, "disconnected")
                     followed.session, followed.next = "", 0
-            pause_s = _longer(pause_s)
-            await asyncio.sleep(pause_s)
+            failures += 1
+            await asyncio.sleep(_BACKOFF.pause_s(failures))
 
     async def _take(self, name: str, followed: _Followed, answer: FollowedEvents) -> bool:
         """Apply an answer, up to a batch that can't be read. Returns whether it goes on from what was told before."""
@@ -209,7 +210,3 @@ class EventFeed(Part):
             logger.exception("%s publishes events that can't be applied", name)
             self._drop(name, "unreadable")
             return False
-
-
-def _longer(pause_s: float) -> float:
-    return min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)

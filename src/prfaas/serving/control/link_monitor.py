@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from prfaas.core.backoff import Backoff
 from prfaas.core.deployment import AppliedDeployment, Instance, Link
 from prfaas.core.link.announced import AnnouncedLink
 from prfaas.core.link.cost import LinkCost
@@ -30,8 +31,7 @@ from prfaas.serving.transport.protocol.pacing import ProbeOrder
 from prfaas.serving.transport.protocol.wire import MAX_PROBE_BYTES, read_body
 
 _FAILURES_TO_CLOSE = 3
-_FIRST_PAUSE_S = 10.0
-_LONGEST_PAUSE_S = 80.0
+_CLOSED = Backoff(10.0, 80.0)
 
 
 class LinkBreaker:
@@ -40,11 +40,10 @@ class LinkBreaker:
     One more failure closes it for twice as long, up to 80 s. One success clears all earlier failures.
     """
 
-    __slots__ = ("_closed_until_s", "_failures", "_pause_s")
+    __slots__ = ("_closed_until_s", "_failures")
 
     def __init__(self) -> None:
         self._failures = 0
-        self._pause_s = _FIRST_PAUSE_S
         self._closed_until_s = float("-inf")
 
     def failed(self, now_s: float) -> None:
@@ -53,13 +52,11 @@ class LinkBreaker:
             return
         self._failures += 1
         if self._failures >= _FAILURES_TO_CLOSE:
-            self._closed_until_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._closed_until_s = now_s + _CLOSED.pause_s(self._failures - _FAILURES_TO_CLOSE + 1)
 
     def succeeded(self) -> None:
         """A transfer came through."""
         self._failures = 0
-        self._pause_s = _FIRST_PAUSE_S
         self._closed_until_s = float("-inf")
 
     def is_up(self, now_s: float) -> bool:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from prfaas.core.backoff import Backoff
 from prfaas.serving.engines import EngineError
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+_BACKOFF = Backoff(1.0, 60.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +24,12 @@ class RestartLimits:
 
     most: int = 5
     """Restarts in a row; then the deployment goes on without it. 0: it is never started again."""
-    first_wait_s: float = 1.0
-    """Before the first restart; twice as long before each further one."""
-    longest_wait_s: float = 60.0
+    backoff: Backoff = _BACKOFF
+    """Waits before restarts."""
     steady_s: float = 600.0
     """What answered so long after a restart counts as sound: its restarts are forgotten."""
     ready_timeout_s: float = 1200.0
     """A restart that is not ready by then has failed: it is ended, and counts."""
-
-    def wait_s(self, restarts: int) -> float:
-        """Before the next restart, after so many in a row."""
-        return min(self.first_wait_s * 2.0 ** min(restarts, 60), self.longest_wait_s)
 
 
 class Running(Protocol):
@@ -150,7 +147,7 @@ class Supervisor:
             again = f" after {each.restarts} restarts" if each.restarts else ""
             self._tell(f"{self._kind} {name} has ended{again} ({how}); the others go on without it")
             return
-        wait_s = self._limits.wait_s(each.restarts)
+        wait_s = self._limits.backoff.pause_s(each.restarts + 1)
         each.restarts += 1
         each.due_s = self._clock() + wait_s
         self._tell(

@@ -135,22 +135,20 @@ class Arena:
         _NUMBER.pack_into(self._map, _EPOCH_AT, epoch)
 
     def provide(self, slab: int) -> None:
-        """Allocate the memory of a slab, which takes a while; its content stays.
+        """Allocate the memory of a slab, which takes a while, and tell engines of it; its content stays.
 
         Raises:
             OSError: it has none. Without this, the first to touch the memory would be killed.
         """
         offset = self.layout.slabs_at + slab * self.layout.slab_bytes
         os.posix_fallocate(self._file.fileno(), offset, self.layout.slab_bytes)
+        self.populate(slab)
+        _NUMBER.pack_into(self._map, _PROVIDED_AT, slab + 1)
 
     @property
     def provided_slabs(self) -> int:
         """Number of slabs, from the first on, whose memory was provided."""
         return int(_NUMBER.unpack_from(self._map, _PROVIDED_AT)[0])
-
-    def set_provided_slabs(self, count: int) -> None:
-        """Publish the number of provided slabs to engines."""
-        _NUMBER.pack_into(self._map, _PROVIDED_AT, count)
 
     def populate(self, slab: int) -> None:
         """Map a provided slab into this process at once, which is cheaper than page by page during copies."""
@@ -279,8 +277,6 @@ def provide_slabs(arena: Arena, provided: Callable[[int], None], stopped: Callab
                 format_bytes(slab * layout.slab_bytes), format_bytes(layout.slabs * layout.slab_bytes), error.strerror,
             )  # fmt: skip
             return
-        arena.populate(slab)
-        arena.set_provided_slabs(slab + 1)
         provided(slab)
         done, before = (slab + 1) * 10 // layout.slabs, slab * 10 // layout.slabs
         if done > before:

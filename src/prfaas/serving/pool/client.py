@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from prfaas.core.backoff import Backoff
 from prfaas.core.deployment import PoolSettings
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
 from prfaas.serving.pool import protocol
@@ -26,8 +27,7 @@ from prfaas.serving.pool.page_table import PageState
 
 logger = logging.getLogger(__name__)
 
-_FIRST_WAIT_S = 0.05
-_LONGEST_WAIT_S = 1.0
+_BACKOFF = Backoff(0.05, 1.0)
 _WATCH_S = 0.5
 _PROVIDED_S = 0.1
 # To verify or clear a large pool takes a while.
@@ -281,10 +281,14 @@ class PoolClient:
             return np.full(len(pages), PageState.FREE, np.uint8)
         return arena.table.states([page.slot for page in pages])
 
-    def must_verify(self, pages: Sequence[protocol.PageRef]) -> bool:
-        """True if this reader must verify any of these pages (`checksum_to_verify`)."""
+    def checksums_to_verify(self, pages: Sequence[protocol.PageRef]) -> dict[int, int]:
+        """By slot: xxh3_64 of this rank's share, of pages that outlived a daemon and that the reader must verify."""
         arena = self._arena
-        return arena is not None and arena.table.must_verify([page.slot for page in pages])
+        return (
+            {}
+            if arena is None
+            else arena.table.checksums_to_verify([page.slot for page in pages], self._rank)
+        )
 
     def intact(self, epoch: int, pages: Sequence[protocol.PageRef]) -> bool:
         """True if pages that were copied out have been readable ever since the match of that epoch."""
@@ -294,11 +298,6 @@ class PoolClient:
             and epoch == self._epoch == arena.epoch
             and arena.table.are_readable([page.slot for page in pages])
         )
-
-    def checksum_to_verify(self, slot: int) -> int | None:
-        """xxh3_64 of this rank's share if the reader must verify the page, which outlived a daemon; else None."""
-        arena = self._arena
-        return None if arena is None else arena.table.checksum_to_verify(slot, self._rank)
 
     @contextmanager
     def writing(self, epoch: int) -> Iterator[bool]:
@@ -415,19 +414,19 @@ class PoolClient:
 
     def _keep(self) -> None:
         """Notice that the daemon has gone, and connect again, until closed."""
-        wait_s = _FIRST_WAIT_S
+        failures = 0
         while not self._closed:
             connection = self._socket
             if connection is not None:
-                wait_s = _FIRST_WAIT_S
+                failures = 0
                 if has_hung_up(connection, _WATCH_S):
                     with self._lock:
                         if self._socket is connection:
                             self._lost(Unavailable("the daemon is gone"))
                 continue
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-            self._wait_for_copies(wait_s)
+            failures += 1
+            time.sleep(_BACKOFF.pause_s(failures))
+            self._wait_for_copies(_BACKOFF.pause_s(failures + 1))
             with self._lock:
                 if not self._closed and self._socket is None:
                     try:

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -32,7 +32,6 @@ from prfaas.serving.transport.protocol.ticket import (
     TRANSFER_ID_BYTES,
     Ticket,
     TicketError,
-    TransferAttributes,
     prompt_digest,
 )
 from prfaas.serving.transport.protocol.wire import TransferPhase, WireError, read_body
@@ -232,16 +231,7 @@ class PrefixCopies:
 
     async def _fetch(self, copy: Ticket, store: PageStore, pages: Sequence[PrefixPage]) -> _Batch:
         """Ask for pages and wait until those that the source has are in staging. Raises CopyFailedError."""
-        ticket = Ticket(
-            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
-            producer=copy.producer,
-            consumer=copy.consumer,
-            num_tokens=copy.num_tokens,
-            skip_tokens=0,
-            prompt_digest=copy.prompt_digest,
-            expires_at_s=copy.expires_at_s,
-            attributes=TransferAttributes(service=copy.attributes.service),
-        )
+        ticket = replace(copy, transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES))
         order = PullOrder.of(
             ticket.seal(self._key), store.geometry.digest(), tuple(page.page_id for page in pages)
         )

@@ -1,6 +1,7 @@
 """The daemon of a pool: it owns arena and store, and serves engines over a Unix socket.
 
-One event loop owns the store. A request is answered as soon as it is read, in the loop: none of them waits.
+One event loop owns the store. A request is answered as soon as it is read, in the loop: only opening a session and
+verifying pages wait for anything.
 """
 
 import asyncio
@@ -11,17 +12,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import xxhash
+import msgspec
 
 from prfaas.core.pool.eviction import EvictionPolicy, LruEviction
 from prfaas.core.pool.geometry import PoolGeometry
+from prfaas.core.pool.keys import KEY_BYTES
 from prfaas.core.pool.quota import TenantEviction
+from prfaas.serving.pool import protocol
 from prfaas.serving.pool.arena import (
     Arena,
     ArenaError,
@@ -31,13 +34,9 @@ from prfaas.serving.pool.arena import (
     open_arena,
     provide_slabs,
 )
-from prfaas.serving.pool.connection import PoolConnection
 from prfaas.serving.pool.events import PoolEventPublisher
-from prfaas.serving.pool.memory_tier import NO_SLOT, PoolPage
-from prfaas.serving.pool.page_table import Owner, row_of
-from prfaas.serving.pool.processes import PeerProcess, owner_lives
-from prfaas.serving.pool.protocol import Figures, OpenSession, PageRef
-from prfaas.serving.pool.recovery import recover
+from prfaas.serving.pool.processes import Owner, PeerProcess, owner_lives
+from prfaas.serving.pool.recovery import recover, verify_pages, verify_recovered
 from prfaas.serving.pool.ssd_tier import SsdFactory
 from prfaas.serving.pool.store import PageStore, StoreSession
 from prfaas.serving.tasks import LoopFailures
@@ -50,6 +49,12 @@ _BACKLOG = 128
 _MOST_CONNECTIONS = 512
 _MOST_HELD_BYTES = 256 << 20
 _MOST_LOST_SESSIONS = 64
+_READ_BYTES = 1 << 18
+# What a process sends before it has opened a session: of a geometry, some KiB.
+_MOST_OPENING_BYTES = 1 << 20
+_PAGE_ID_BYTES = KEY_BYTES + 1
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(protocol.Request)
 
 
 class PoolError(Exception):
@@ -75,11 +80,173 @@ def arena_path(pool_socket: Path, directory: Path = Path("/dev/shm")) -> Path:
     return directory / f"prfaas-{pool_socket.stem}-{digest}.arena"
 
 
+class PoolConnection:
+    """A connection of an engine or tool: its requests are read and answered one after the other.
+
+    The first one opens the session. Bad input ends this connection and nothing else, and who reads no answers is not
+    read either. asyncio's streams cannot pass file descriptors, so this reads and writes the socket itself.
+    """
+
+    def __init__(self, connection: socket.socket, daemon: "PoolDaemon") -> None:
+        """Serve a non-blocking socket; call it in the event loop.
+
+        Raises:
+            ValueError: the process at the other end cannot be seen.
+        """
+        self.process = PeerProcess.of(connection)
+        self.store: PageStore | None = None
+        self.session: StoreSession | None = None
+        self.said_goodbye = False
+        self.received = bytearray()
+        """What is not answered yet."""
+        self._connection = connection
+        self._daemon = daemon
+        self._loop = asyncio.get_running_loop()
+        # Stays while the connection is read: to wait for the socket anew for each request costs as much as a look-up.
+        self._is_read = self._has_hung_up = False
+        self._more = asyncio.Event()
+        self._task = self._loop.create_task(self._serve())
+        self._task.add_done_callback(self._ended)
+
+    def close(self) -> None:
+        """End the session now, and the connection as soon as nothing waits for its socket."""
+        self._daemon.closed(self)
+        self._task.cancel()
+
+    def _ended(self, _task: "asyncio.Task[None]") -> None:
+        self._daemon.closed(self)
+        self._loop.remove_reader(self._connection.fileno())
+        self._connection.close()
+
+    async def _serve(self) -> None:
+        try:
+            await self._open(await self._next(_MOST_OPENING_BYTES))
+            while not self.said_goodbye:
+                answer = await self._answer_to(await self._next(protocol.MOST_MESSAGE_BYTES))
+                await self._loop.sock_sendall(self._connection, _message(answer))
+        except (msgspec.DecodeError, ValueError, OverflowError) as error:
+            # Who has not read what came before does not hear why.
+            with suppress(OSError):
+                self._connection.send(_message(protocol.Refused(str(error))))
+        except (OSError, EOFError):
+            pass
+        except Exception:
+            logger.exception("a request of process %d could not be answered", self.process.pid)
+
+    async def _next(self, most_bytes: int) -> protocol.Request:
+        """The next request, as soon as all of it has come."""
+        await self._receive(protocol.LENGTH_BYTES)
+        length = int.from_bytes(self.received[: protocol.LENGTH_BYTES], "little")
+        if not 0 < length <= most_bytes:
+            raise ValueError(f"a message of {length} bytes is none of the pool's")
+        end = protocol.LENGTH_BYTES + length
+        await self._receive(end)
+        body = bytes(self.received[protocol.LENGTH_BYTES : end])
+        del self.received[:end]
+        request: protocol.Request = _DECODER.decode(body)
+        return request
+
+    async def _receive(self, wanted_bytes: int) -> None:
+        while len(self.received) < wanted_bytes:
+            if self._has_hung_up:
+                raise EOFError
+            if not self._is_read:
+                self._is_read = True
+                self._loop.add_reader(self._connection.fileno(), self._readable)
+            self._more.clear()
+            await self._more.wait()
+            if len(self.received) > _MOST_OPENING_BYTES and not self._daemon.has_room():
+                raise ValueError(
+                    "the pool has no memory for this message beside those of others: send it again"
+                )
+
+    def _readable(self) -> None:
+        try:
+            received = self._connection.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            received = b""
+        self.received += received
+        self._has_hung_up = not received
+        if self._has_hung_up or len(self.received) > _READ_BYTES:
+            self._loop.remove_reader(self._connection.fileno())
+            self._is_read = False
+        self._more.set()
+
+    async def _open(self, request: protocol.Request) -> None:
+        if not isinstance(request, protocol.OpenSession):
+            raise ValueError("the first message opens the session")
+        if request.version != protocol.PROTOCOL_VERSION:
+            raise ValueError(f"the pool speaks version {protocol.PROTOCOL_VERSION}, not {request.version}")
+        store, self.session = await self._daemon.opened(request, self.process)
+        self.store = store
+        opened = _message(protocol.Opened(0 if store is None else store.epoch, store is not None))
+        descriptors = [] if store is None else [store.memory.arena.fileno]
+        socket.send_fds(self._connection, [opened], descriptors)
+
+    async def _answer_to(self, request: protocol.Request) -> protocol.Answer:
+        match request:
+            case protocol.OpenSession():
+                raise ValueError("the session is open already")
+            case protocol.Stats():
+                return self._daemon.figures()
+            case protocol.Verify():
+                return await self._daemon.verified()
+            case protocol.Goodbye():
+                self.said_goodbye = True
+                # What the session had is free before the client hears that it is.
+                self._daemon.closed(self)
+                return protocol.Done()
+        store, session = self.store, self.session
+        if store is None or session is None:
+            raise ValueError("the pool has no pages before the first engine has opened a session")
+        self._daemon.used()
+        match request:
+            case protocol.Match():
+                return store.match(session, request)
+            case protocol.Reserve():
+                pages = zip(_page_ids(request.page_ids), request.identities, strict=True)
+                refs = store.reserve(request.tenant, list(pages), session)
+                return protocol.Reserved(
+                    protocol.packed([-1 if ref is None else ref.slot for ref in refs]),
+                    protocol.packed([0 if ref is None else ref.offset for ref in refs]),
+                )
+            case protocol.Commit():
+                checksums = protocol.unpacked(request.checksums, "Q")
+                for slot, checksum in zip(protocol.unpacked(request.slots), checksums, strict=True):
+                    store.reservations.commit(slot, session.rank, checksum)
+            case protocol.Abort():
+                for slot in protocol.unpacked(request.slots):
+                    if session.kind == "scheduler":
+                        store.reservations.abort_all(slot)
+                    else:
+                        store.reservations.abort(slot, session.rank)
+            case protocol.Unpin():
+                store.unpin_match(session, request.pin)
+            case protocol.Discard():
+                store.discard(_page_ids(request.page_ids))
+            case protocol.Clear():
+                return protocol.Figures({"dropped_pages": store.clear()})
+        return protocol.Done()
+
+
+def _message(answer: protocol.Answer) -> bytes:
+    body = _ENCODER.encode(answer)
+    return len(body).to_bytes(protocol.LENGTH_BYTES, "little") + body
+
+
+def _page_ids(page_ids: bytes) -> list[bytes]:
+    if len(page_ids) % _PAGE_ID_BYTES:
+        raise ValueError(f"{len(page_ids)} bytes of page ids are not a multiple of {_PAGE_ID_BYTES}")
+    return [page_ids[at : at + _PAGE_ID_BYTES] for at in range(0, len(page_ids), _PAGE_ID_BYTES)]
+
+
 class PoolDaemon:
     """Serves one pool, whose geometry is that of its arena, or of the first engine that opens a session.
 
     1. `serve` takes the lock, opens an earlier daemon's arena if there is one, and accepts connections.
-    2. Each `PoolConnection` answers requests from the store, and calls `opened`, `used` and `closed` here.
+    2. Each `PoolConnection` answers requests from the store, and calls `opened`, `used` and `closed`.
     3. `_begin` makes a store for an arena, recovers its pages and provides its memory in a thread; `_end` closes it.
     4. Twice a second, slots that ended processes have left behind are freed.
     """
@@ -132,9 +299,13 @@ class PoolDaemon:
                     options.arena.unlink(missing_ok=True)
 
     async def opened(
-        self, message: OpenSession, process: PeerProcess
+        self, message: protocol.OpenSession, process: PeerProcess
     ) -> tuple[PageStore | None, StoreSession | None]:
-        """Open a session, as `PoolHost.opened`."""
+        """Open a session.
+
+        Raises:
+            ValueError: it is refused.
+        """
         async with self._opening:
             if sum(lost == process for lost, _ in self._lost.values()) >= _MOST_LOST_SESSIONS:
                 raise ValueError(f"{_MOST_LOST_SESSIONS} sessions of this process ended without a goodbye")
@@ -158,7 +329,7 @@ class PoolDaemon:
             return store, store.open_session(message.kind, message.rank, owner)
 
     def closed(self, connection: PoolConnection) -> None:
-        """Close a connection's session, as `PoolHost.closed`."""
+        """Close a connection's session, and forget the connection. Idempotent."""
         self._connections.pop(connection, None)
         store, session = connection.store, connection.session
         connection.session = None
@@ -169,21 +340,21 @@ class PoolDaemon:
                 self._lost[session.owner, session.rank] = connection.process, session
 
     def has_room(self) -> bool:
-        """Whether messages that are not whole yet fit into memory, as `PoolHost.has_room`."""
+        """Whether messages that are not whole yet fit into memory, of all connections together."""
         return sum(len(each.received) for each in self._connections) <= _MOST_HELD_BYTES
 
     def used(self) -> None:
-        """Schedule deferred work, as `PoolHost.used`."""
+        """Schedule the store's deferred work."""
         if not self._settles:
             self._settles = True
             asyncio.get_running_loop().call_soon(self._settle)
 
-    def figures(self) -> Figures:
-        """Figures of the pool, as `PoolHost.figures`."""
-        return Figures({} if self.store is None else pool_figures(self.store))
+    def figures(self) -> protocol.Figures:
+        """Figures of the pool."""
+        return protocol.Figures({} if self.store is None else pool_figures(self.store))
 
-    async def verified(self) -> Figures:
-        """Verify every page, as `PoolHost.verified`: for one who asks at a time."""
+    async def verified(self) -> protocol.Figures:
+        """Verify every page, for one who asks at a time."""
         async with self._verifying:
             store = self.store
             right = wrong = ssd_right = ssd_wrong = 0
@@ -193,7 +364,7 @@ class PoolDaemon:
                 counts: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
                 store.ssd.verify(lambda *found: counts.put_nowait(found))
                 ssd_right, ssd_wrong = await counts.get()
-        return Figures(
+        return protocol.Figures(
             {
                 "right_pages": right,
                 "wrong_pages": wrong,
@@ -244,14 +415,16 @@ class PoolDaemon:
         recovered = recover(store, owner_lives)
         self.store = store
         self._stops_providing = threading.Event()
-        self._provider = threading.Thread(
-            target=provide_slabs,
-            args=(arena, partial(_in_loop, asyncio.get_running_loop(), store), self._stops_providing.is_set),
-            name="prfaas-pool-memory",
-        )
+        loop = asyncio.get_running_loop()
+
+        def provided(slab: int) -> None:
+            loop.call_soon_threadsafe(store.memory.add_slab, slab)
+
+        arguments = (arena, provided, self._stops_providing.is_set)
+        self._provider = threading.Thread(target=provide_slabs, args=arguments, name="prfaas-pool-memory")
         self._provider.start()
         if recovered:
-            self._checking = asyncio.create_task(_check(store, recovered))
+            self._checking = asyncio.create_task(verify_recovered(store, recovered))
 
     async def _end(self) -> None:
         """Close every connection, and let go of the store."""
@@ -331,59 +504,6 @@ class PoolDaemon:
             asyncio.get_running_loop().call_soon(self._settle)
 
 
-_BATCH_BYTES = 64 << 20
-
-
-async def verify_pages(store: PageStore, pages: Sequence[PoolPage]) -> tuple[int, int]:
-    """Hash these pages, a bounded number of bytes at a time, in a thread. Wrong ones are dropped.
-
-    Returns:
-        How many pages were in memory and right, and how many wrong.
-    """
-    right = wrong = 0
-    batch: list[PoolPage] = []
-    batch_bytes = 0
-    for page in pages:
-        batch.append(page)
-        batch_bytes += store.geometry.page_bytes(page.group)
-        if batch_bytes >= _BATCH_BYTES or page is pages[-1]:
-            rights = await _verify(store, batch)
-            right, wrong = right + rights.count(True), wrong + rights.count(False)
-            batch, batch_bytes = [], 0
-    return right, wrong
-
-
-async def _verify(store: PageStore, pages: Sequence[PoolPage]) -> list[bool]:
-    present = [page for page in pages if page.slot != NO_SLOT and page.state.is_readable]
-    refs = [PageRef(page.slot, page.offset) for page in present]
-    for page in present:
-        page.pins += 1
-    parts = [(page.offset, page.group, tuple(page.checksums)) for page in present]
-    try:
-        rights = await asyncio.to_thread(_are_right, store.geometry, store.memory.arena.view, parts)
-    finally:
-        store.unpin(refs)
-    for page, right in zip(present, rights, strict=True):
-        if right:
-            store.memory.table.set_must_verify(row_of(page.slot), False)
-        else:
-            store.drop_wrong(page)
-    return rights
-
-
-def _are_right(
-    geometry: PoolGeometry, view: memoryview, pages: Sequence[tuple[int, int, tuple[int, ...]]]
-) -> list[bool]:
-    return [
-        all(
-            xxhash.xxh3_64_intdigest(view[begin : begin + geometry.group(group).rank_bytes]) == checksum
-            for rank, checksum in enumerate(checksums)
-            for begin in [offset + geometry.rank_offset(group, rank)]
-        )
-        for offset, group, checksums in pages
-    ]
-
-
 def pool_figures(store: PageStore) -> dict[str, int | float | str | dict[str, int]]:
     """Counters and gauges of a store.
 
@@ -409,16 +529,6 @@ def pool_figures(store: PageStore) -> dict[str, int | float | str | dict[str, in
         "writing_pages": len(store.reservations),
         **asdict(store.counters),
     }
-
-
-async def _check(store: PageStore, recovered: Sequence[PoolPage]) -> None:
-    """Verify recovered pages, so that readers need not."""
-    right, wrong = await verify_pages(store, recovered)
-    logger.info("%d pages of the last daemon were verified, %d were wrong", right, wrong)
-
-
-def _in_loop(loop: asyncio.AbstractEventLoop, store: PageStore, slab: int) -> None:
-    loop.call_soon_threadsafe(store.memory.add_slab, slab)
 
 
 def _epoch_after(epoch: int) -> int:

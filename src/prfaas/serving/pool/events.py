@@ -1,10 +1,9 @@
 """Tells what a pool holds, so that a gateway follows a pool as it follows an engine."""
 
 import logging
-import os
 import secrets
-import select
 import threading
+import time
 from collections import deque
 from functools import partial
 from typing import TypeAlias
@@ -20,7 +19,6 @@ MOST_WAITING = 1 << 21
 """Most changes that wait for the thread. Beyond it the pool reports that it is empty."""
 _BATCH_PAGES = 128
 _COALESCE_S = 0.01
-_POLL_MS = 200
 
 _Change: TypeAlias = tuple[bytes, PageIdentity | None, Medium, bool]
 """Page, its identity, the tier, and whether it was stored there (or removed)."""
@@ -41,9 +39,8 @@ class PoolEventPublisher:
         self._requests: deque[PeerRequest] = deque()
         self._changes: deque[_Change | PoolGeometry] = deque()
         self._geometry: PoolGeometry | None = None
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._is_awake = False
-        self._stop = threading.Event()
+        self._has_work = threading.Event()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="prfaas-pool-events", daemon=True)
         self.snapshots = self.overflows = 0
 
@@ -54,8 +51,7 @@ class PoolEventPublisher:
     def take(self, request: PeerRequest) -> None:
         """Answer a FOLLOW, now or when there is more; thread-safe."""
         self._requests.append(request)
-        if not self._stop.is_set():
-            os.eventfd_write(self._wake, 1)
+        self._has_work.set()
 
     def opened(self, geometry: PoolGeometry, epoch: int) -> None:
         """Report an empty pool of this geometry."""
@@ -77,11 +73,10 @@ class PoolEventPublisher:
 
     def close(self) -> None:
         """End the thread; unsent changes are lost."""
-        self._stop.set()
+        self._is_closed = True
+        self._has_work.set()
         if self._thread.ident is not None:
-            os.eventfd_write(self._wake, 1)
             self._thread.join()
-        os.close(self._wake)
 
     def _add(self, change: _Change | PoolGeometry) -> None:
         if len(self._changes) >= MOST_WAITING and self._geometry is not None:
@@ -93,28 +88,25 @@ class PoolEventPublisher:
             self._changes.clear()
             self._changes.append(self._geometry)
         self._changes.append(change)
-        if not self._is_awake:
-            self._is_awake = True
-            os.eventfd_write(self._wake, 1)
+        if not self._has_work.is_set():
+            self._has_work.set()
 
     def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        while not self._stop.is_set():
+        while not self._is_closed:
+            self._has_work.wait()
+            self._has_work.clear()
             try:
-                if poller.poll(_POLL_MS):
-                    os.eventfd_read(self._wake)
-                self._is_awake = False
                 self._publish()
                 while self._requests:
                     self._answer(self._requests.popleft())
-                # Changes that come meanwhile are published together.
-                self._stop.wait(_COALESCE_S)
             except Exception:
                 # Without events the index would claim pages that are gone.
                 logger.exception("the pool's pages can't be published; they are reported anew")
                 if self._geometry is not None:
                     self._open(self._geometry)
+                self._has_work.set()
+            # Changes that come meanwhile are published together.
+            time.sleep(_COALESCE_S)
 
     def _publish(self) -> None:
         """Publish waiting changes."""

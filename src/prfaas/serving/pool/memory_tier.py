@@ -9,7 +9,8 @@ from prfaas.core.pool.keys import KEY_BYTES, page_id
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.core.pool.slabs import SlabAllocator
 from prfaas.serving.pool.arena import Arena
-from prfaas.serving.pool.page_table import Owner, PageRow, PageState, row_of
+from prfaas.serving.pool.page_table import PageRow, PageState, row_of
+from prfaas.serving.pool.processes import Owner
 
 NO_SLOT = -1
 _TOUCHED_AGAIN_S = 1.0
@@ -89,8 +90,8 @@ class MemoryTier:
         self._evicted = evicted
         self._slot_bytes = layout.slot_bytes
         self._slabs = SlabAllocator(layout.slab_bytes, set(layout.slot_bytes.values()))
-        self._identity_at = {each.index: geometry.identity_offset(each.index) for each in geometry.groups}
         self._lead = geometry.lead.index
+        self._identity_at = geometry.identity_offset(self._lead)
         self._identity_room = geometry.identity_bytes(self._lead)
         self.rows: dict[int, PoolPage] = {}
         """Every page with a slot, by the slot's row."""
@@ -121,7 +122,7 @@ class MemoryTier:
         page.identity = identity
         if identity is not None:
             encoded = identity.encode()
-            at = page.offset + self._identity_at[page.group]
+            at = page.offset + self._identity_at
             self.arena.view[at : at + len(encoded)] = encoded
         self._enter(page, identity)
         return True
@@ -141,14 +142,15 @@ class MemoryTier:
         self.rows[row.row] = page
         return page
 
-    def entered(self, page: PoolPage) -> None:
-        """Let a recovered page count for eviction.
+    def entered(self, page: PoolPage) -> PageIdentity | None:
+        """Let a recovered page count for eviction. Returns its identity, as `identity` does.
 
         Raises:
             ValueError: its trailer is damaged.
         """
-        page.identity = self.identity(page)
-        self._enter(page, page.identity)
+        identity = self.identity(page)
+        self._enter(page, identity)
+        return identity
 
     def disown(self, page: PoolPage) -> None:
         """Free the page's name for another page; it keeps its slot."""
@@ -164,6 +166,11 @@ class MemoryTier:
         self._slabs.give_back(row)
         del self.rows[row]
         page.slot = NO_SLOT
+
+    def page_in(self, slot: int) -> PoolPage | None:
+        """The page that a `PageRef` of this slot names, if it is still there."""
+        page = self.rows.get(row_of(slot))
+        return page if page is not None and page.slot == slot else None
 
     def set_state(self, page: PoolPage, state: PageState) -> None:
         """Set the state of a page with a slot, here and in shared memory."""
@@ -189,7 +196,7 @@ class MemoryTier:
         """
         if page.group != self._lead:
             return None
-        at = page.offset + self._identity_at[page.group]
+        at = page.offset + self._identity_at
         return PageIdentity.decode(self.arena.view[at : at + self._identity_room])
 
     def _enter(self, page: PoolPage, identity: PageIdentity | None) -> None:

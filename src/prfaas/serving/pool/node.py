@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from prfaas.core.deployment import Deployment, PoolNode
@@ -15,7 +16,7 @@ from prfaas.serving.certificates import identity_of
 from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon, PoolError, arena_path
 from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.neighbours import PoolNeighbours
-from prfaas.serving.pool.ssd_tier import SsdOptions, ssd_factory
+from prfaas.serving.pool.ssd_tier import FileTier, SsdOptions
 from prfaas.serving.secret_files import load_key
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ async def serve_pool(
     socket = deployment.pool_socket(node)
     socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, node.name)
-    with _publisher(key) as events:
+    with contextlib.closing(PoolEventPublisher(seed_of(key))) as events:
+        events.start()
         daemon = _daemon(deployment, node, events, keep_memory=keep_memory)
         figures = LatestFigures(
             {
@@ -118,24 +120,15 @@ def _daemon(
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(call)
 
-    make_ssd = None
-    if node.ssd_bytes:
-        make_ssd = ssd_factory(SsdOptions(node.path, node.ssd_bytes, tenant_share), policy, in_loop)
+    def make_ssd(geometry: PoolGeometry, arena: memoryview) -> FileTier:
+        options = SsdOptions(node.path, node.ssd_bytes, tenant_share)
+        return FileTier(geometry, arena, options, partial(policy, geometry), in_loop)
+
     socket = deployment.pool_socket(node)
     return PoolDaemon(
         DaemonOptions(socket, arena_path(socket), node.memory_bytes, keep_memory),
         events=events,
-        make_ssd=make_ssd,
+        make_ssd=make_ssd if node.ssd_bytes else None,
         make_policy=policy,
         tenant_share=tenant_share,
     )
-
-
-@contextlib.contextmanager
-def _publisher(key: bytes) -> Iterator[PoolEventPublisher]:
-    publisher = PoolEventPublisher(seed_of(key))
-    publisher.start()
-    try:
-        yield publisher
-    finally:
-        publisher.close()

@@ -5,12 +5,13 @@ The daemon alone writes it. Engines read the state of the pages that they copy.
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from prfaas.serving.pool.processes import Owner
 
 MOST_RANKS = 64
 
@@ -59,17 +60,6 @@ def are_readable(states: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     """`is_readable` of every one of `PageTable.states`."""
     readable: npt.NDArray[np.bool_] = (states == PageState.READY) | (states == PageState.SPILLING)
     return readable
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The engine that reserved a page: one or more processes of one process group."""
-
-    process_group: int
-    started: int
-    """Start time of the group's leader in clock ticks since boot, 0 if it had ended; numbers are reused."""
-    engine: bytes
-    """8 bytes that distinguish engines of one process group."""
 
 
 class PageRow(NamedTuple):
@@ -141,17 +131,12 @@ class PageTable:
         """True if all these slots may be copied out."""
         return bool(are_readable(self.states(slots)).all())
 
-    def must_verify(self, slots: Sequence[int]) -> bool:
-        """True if readers must compare any of these pages with its checksum."""
-        rows = [row_of(slot) for slot in slots]
-        return bool(self._column(np.dtype(np.uint8), _VERIFY_AT)[rows].any())
-
-    def checksum_to_verify(self, slot: int, rank: int) -> int | None:
-        """The checksum of a rank's share if readers must verify the page, else None."""
-        at = row_of(slot) * self._row_bytes
-        if not self._rows[at + _VERIFY_AT]:
-            return None
-        return int(self._checksums.unpack_from(self._rows, at + _ROW.size)[rank])
+    def checksums_to_verify(self, slots: Sequence[int], rank: int) -> dict[int, int]:
+        """By slot: the checksum of a rank's share, of those of these pages that readers must verify."""
+        must = self._column(np.dtype(np.uint8), _VERIFY_AT)[[row_of(slot) for slot in slots]]
+        return {
+            slots[at]: self.read(row_of(slots[at])).checksums[rank] for at in np.flatnonzero(must).tolist()
+        }
 
     def begin(
         self, row: int, state: PageState, page_id: bytes, owner: Owner, tenant: bytes, ranks_left: int

@@ -1,4 +1,4 @@
-"""Processes at the other end of a Unix socket, and whether they still live.
+"""Engines and processes at the other end of a Unix socket, and whether they still live.
 
 Process numbers are reused, so a process is known by its number and its start time. The number of a process group is
 not reused while the group has a process.
@@ -10,13 +10,22 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from prfaas.serving.pool.page_table import Owner
-
 _CREDENTIALS = struct.Struct("iII")
 # Field 22 of /proc/PID/stat, counted from the state, which follows the name in parentheses.
 _STARTED = 19
 _STATE, _GROUP = 0, 2
 _ENDED = ("Z", "X")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The engine that reserved a page: one or more processes of one process group."""
+
+    process_group: int
+    started: int
+    """Start time of the group's leader in clock ticks since boot, 0 if it had ended; numbers are reused."""
+    engine: bytes
+    """8 bytes that distinguish engines of one process group."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,21 @@
-"""Recovery at a daemon's start: pages in the last daemon's arena, and pages on SSD."""
+"""Recovery at a daemon's start: pages in the last daemon's arena, and pages on SSD; and whether pages are right."""
 
+import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 
-from prfaas.core.pool.announced import Medium
-from prfaas.core.pool.geometry import PageIdentity
+import xxhash
+
+from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.pool.memory_tier import NO_SLOT, PoolPage
-from prfaas.serving.pool.page_table import Owner, PageRow, PageState
+from prfaas.serving.pool.page_table import PageRow, PageState, row_of
+from prfaas.serving.pool.processes import Owner
+from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.pool.store import PageStore
 
 logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 64 << 20
 
 
 def recover(store: PageStore, may_write: Callable[[Owner], bool]) -> list[PoolPage]:
@@ -33,25 +38,19 @@ def recover(store: PageStore, may_write: Callable[[Owner], bool]) -> list[PoolPa
             table.set_state(row.row, PageState.FREE)
         elif page.state is PageState.READY:
             recovered.append(page)
-    on_ssd = 0
-    identities: dict[bytes, PageIdentity | None] = {}
     if store.ssd is not None:
         store.ssd.attach(store.dropped_by_ssd)
         for entry in store.ssd.entries():
             if entry.group in store.held:
-                key = entry.page_id[:-1]
-                page = store.held[entry.group].setdefault(key, PoolPage(entry.page_id, entry.tenant))
+                fresh = PoolPage(entry.page_id, entry.tenant)
+                page = store.held[entry.group].setdefault(fresh.key, fresh)
                 page.on_ssd = True
-                on_ssd += 1
-                identities[key] = entry.identity or identities.get(key)
+                store.report_stored(page, entry.identity, "ssd")
     store.counters.recovered_pages = len(recovered)
     logger.info(
         "the pool has %d pages in memory and %d on SSD from before, and %d slots wait for their writers",
-        len(recovered), on_ssd, len(store.reservations),
+        len(recovered), sum(store.tier_pages["ssd"].values()), len(store.reservations),
     )  # fmt: skip
-    for page, identity in _parents_first(store, identities):
-        for medium in _media(page):
-            store.report_stored(page, identity, medium)
     for page in recovered:
         store.write_to_ssd(page)
     return recovered
@@ -61,9 +60,7 @@ def _taken_back(store: PageStore, row: PageRow, may_write: Callable[[Owner], boo
     """Recover the page of a row; None if it is of no use, and its slot free."""
     memory = store.memory
     writing = row.state is PageState.WRITING
-    if writing and not may_write(row.owner):
-        return None
-    if not writing and not row.state.is_readable:
+    if not (may_write(row.owner) if writing else row.state.is_readable):
         return None
     page = memory.take_back(row)
     if page is None:
@@ -71,46 +68,67 @@ def _taken_back(store: PageStore, row: PageRow, may_write: Callable[[Owner], boo
     if writing:
         store.reservations.take_back(page, row.owner, row.ranks_left)
         return page
+    known = store.held[page.group]
     try:
-        known = store.held[page.group].setdefault(page.key, page)
-        if known is not page:
+        if page.key in known:
             raise ValueError("the page is there twice")
-        memory.entered(page)
+        identity = memory.entered(page)
     except ValueError:
-        if store.held[page.group][page.key] is page:
-            del store.held[page.group][page.key]
         memory.free(page)
         return None
+    known[page.key] = page
     memory.table.set_must_verify(row.row, True)
     memory.set_state(page, PageState.READY)
+    store.report_stored(page, identity, "memory")
     return page
 
 
-def _parents_first(
-    store: PageStore, on_ssd: Mapping[bytes, PageIdentity | None]
-) -> Iterator[tuple[PoolPage, PageIdentity | None]]:
-    """Every page that is held, lead pages after those that they follow, and before other groups' pages."""
-    lead = store.geometry.lead.index
-    identities = {}
-    children: dict[bytes, list[bytes]] = defaultdict(list)
-    for key, page in store.held[lead].items():
-        identity = on_ssd.get(key) if page.slot == NO_SLOT else store.memory.identity(page)
-        identities[key] = identity
-        parent = identity.parent if identity is not None else b""
-        children[parent if parent in store.held[lead] else b""].append(key)
-    left = children[b""]
-    while left:
-        key = left.pop()
-        yield store.held[lead][key], identities[key]
-        left += children.get(key, ())
-    for group, pages in store.held.items():
-        if group != lead:
-            for page in pages.values():
-                yield page, None
+async def verify_recovered(store: PageStore, recovered: Sequence[PoolPage]) -> None:
+    """Verify recovered pages, so that readers need not."""
+    right, wrong = await verify_pages(store, recovered)
+    logger.info("%d pages of the last daemon were verified, %d were wrong", right, wrong)
 
 
-def _media(page: PoolPage) -> Iterator[Medium]:
-    if page.slot != NO_SLOT:
-        yield "memory"
-    if page.on_ssd:
-        yield "ssd"
+async def verify_pages(store: PageStore, pages: Sequence[PoolPage]) -> tuple[int, int]:
+    """Hash these pages, a bounded number of bytes at a time, in a thread. Wrong ones are dropped.
+
+    Returns:
+        How many pages were in memory and right, and how many wrong.
+    """
+    largest = max(store.geometry.page_bytes(group.index) for group in store.geometry.groups)
+    at_once = max(_BATCH_BYTES // largest, 1)
+    rights: list[bool] = []
+    for at in range(0, len(pages), at_once):
+        rights += await _verify(store, pages[at : at + at_once])
+    return rights.count(True), rights.count(False)
+
+
+async def _verify(store: PageStore, pages: Sequence[PoolPage]) -> list[bool]:
+    present = [page for page in pages if page.slot != NO_SLOT and page.state.is_readable]
+    refs = [PageRef(page.slot, page.offset) for page in present]
+    for page in present:
+        page.pins += 1
+    parts = [(page.offset, page.group, tuple(page.checksums)) for page in present]
+    try:
+        rights = await asyncio.to_thread(_are_right, store.geometry, store.memory.arena.view, parts)
+    finally:
+        store.unpin(refs)
+    for page, right in zip(present, rights, strict=True):
+        if right:
+            store.memory.table.set_must_verify(row_of(page.slot), False)
+        else:
+            store.drop_wrong(page)
+    return rights
+
+
+def _are_right(
+    geometry: PoolGeometry, view: memoryview, pages: Sequence[tuple[int, int, tuple[int, ...]]]
+) -> list[bool]:
+    return [
+        all(
+            xxhash.xxh3_64_intdigest(view[begin : begin + geometry.group(group).rank_bytes]) == checksum
+            for rank, checksum in enumerate(checksums)
+            for begin in [offset + geometry.rank_offset(group, rank)]
+        )
+        for offset, group, checksums in pages
+    ]

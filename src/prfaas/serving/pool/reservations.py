@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from prfaas.core.pool.geometry import PageIdentity
 from prfaas.serving.pool.memory_tier import MemoryTier, PoolPage
-from prfaas.serving.pool.page_table import Owner, PageState, row_of
+from prfaas.serving.pool.page_table import PageState, row_of
+from prfaas.serving.pool.processes import Owner
 
 
 class Reservations:
@@ -115,10 +116,8 @@ class Reservations:
             self._end(page)
 
     def _writing(self, slot: int) -> PoolPage | None:
-        page = self._memory.rows.get(row_of(slot))
-        if page is None or page.slot != slot or page.state is not PageState.WRITING:
-            return None
-        return page
+        page = self._memory.page_in(slot)
+        return page if page is not None and page.state is PageState.WRITING else None
 
     def _rank_ended(self, owner: Owner, rank: int, *, only_left_behind: bool) -> None:
         for page in list(self._of.get(owner, ())):

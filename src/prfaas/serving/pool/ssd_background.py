@@ -8,11 +8,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -63,14 +62,39 @@ def open_files(
     return SsdFiles(pages, journal, found)
 
 
+InLoop: TypeAlias = Callable[[Callable[[], None]], None]
+"""Calls a function in the store's loop, from any thread."""
+
+
 @dataclass(frozen=True, slots=True)
 class SsdWrite:
     """A page on its way from the arena to the file."""
 
-    write: PageWrite
+    page: PageWrite
     record: JournalPage
     finished: Callable[[JournalPage | None], None]
     """Called in the loop with the page's record in the journal; None: it is not on the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class SsdRead:
+    """A page on its way back, or one to be verified."""
+
+    page: PageRead
+    finished: Callable[[bool], None]
+    """Called in the loop with True if the page is right."""
+
+
+Moved = TypeVar("Moved", SsdWrite, SsdRead)
+
+
+def _next_run(orders: deque[Moved]) -> list[Moved]:
+    """Take the next page, and those behind it that are its neighbours in the file, as many as go at once."""
+    run = [orders.popleft()]
+    start = run[0].page.offset
+    while orders and orders[0].page.offset == run[-1].page.end and orders[0].page.end - start <= RUN_BYTES:
+        run.append(orders.popleft())
+    return run
 
 
 class _Clear:
@@ -97,7 +121,7 @@ class SsdWriter:
     def __init__(
         self,
         open_files: Callable[[], SsdFiles],
-        in_loop: Callable[[Callable[[], None]], None],
+        in_loop: InLoop,
         found: Callable[[list[JournalPage]], None],
         retry_s: float,
     ) -> None:
@@ -200,7 +224,7 @@ class SsdWriter:
             order = self._orders.popleft()
             orders.append(order)
             if isinstance(order, SsdWrite):
-                size += order.write.page_bytes
+                size += order.page.page_bytes
             elif isinstance(order, _Clear):
                 break
         return orders
@@ -214,8 +238,10 @@ class SsdWriter:
             files.journal.append(drops)
         writes = [order for order in orders if isinstance(order, SsdWrite)]
         records = []
-        for run in _runs(writes):
-            rests = files.pages.write([order.write for order in run], buffer)
+        left = deque(writes)
+        while left:
+            run = _next_run(left)
+            rests = files.pages.write([order.page for order in run], buffer)
             records += [
                 msgspec.structs.replace(order.record, rest_checksum=rest)
                 for order, rest in zip(run, rests, strict=True)
@@ -242,14 +268,12 @@ class SsdWriter:
         self._report(writes, [None] * len(writes))
 
     def _report(self, writes: Sequence[SsdWrite], records: Sequence[JournalPage | None]) -> None:
-        if not writes:
-            return
-
         def report() -> None:
             for order, record in zip(writes, records, strict=True):
                 order.finished(record)
 
-        self._in_loop(report)
+        if writes:
+            self._in_loop(report)
 
     def _failed(self, error: Exception) -> None:
         text = str(getattr(error, "strerror", None) or error)
@@ -277,28 +301,6 @@ class SsdWriter:
         self._retry_at = time.monotonic() + self._retry_s
 
 
-def _runs(writes: Sequence[SsdWrite]) -> Iterator[list[SsdWrite]]:
-    """Group pages that are neighbours in the file."""
-    run: list[SsdWrite] = []
-    for order in writes:
-        if run and not (
-            order.write.offset == run[-1].write.end and order.write.end - run[0].write.offset <= RUN_BYTES
-        ):
-            yield run
-            run = []
-        run.append(order)
-    if run:
-        yield run
-
-
-class SsdRead(NamedTuple):
-    """A page to be read."""
-
-    page: PageRead
-    finished: Callable[[bool], None]
-    """Called in the loop with True if the page is right."""
-
-
 class SsdReaders:
     """Threads that read and verify pages. Several, since a disk is faster with several requests.
 
@@ -308,12 +310,7 @@ class SsdReaders:
         count: Number of threads.
     """
 
-    def __init__(
-        self,
-        pages: Callable[[], PageFile | None],
-        in_loop: Callable[[Callable[[], None]], None],
-        count: int,
-    ) -> None:
+    def __init__(self, pages: Callable[[], PageFile | None], in_loop: InLoop, count: int) -> None:
         self._pages = pages
         self._in_loop = in_loop
         self._reads: deque[SsdRead] = deque()
@@ -342,40 +339,27 @@ class SsdReaders:
 
     def _run(self) -> None:
         buffer = PieceBuffer()
-        while run := self._next_run():
-            rights = self._read(run, buffer)
-            self._in_loop(partial(_finish, run, rights))
+        while True:
+            with self._changed:
+                while not self._reads:
+                    if self._is_closing:
+                        return
+                    self._changed.wait()
+                run = _next_run(self._reads)
+            self._read(run, buffer)
             # Nothing of the arena is kept while there is nothing to do.
             del run
 
-    def _next_run(self) -> list[SsdRead]:
-        """The next page, with queued neighbours in the file behind it; empty at the end."""
-        with self._changed:
-            while not self._reads:
-                if self._is_closing:
-                    return []
-                self._changed.wait()
-            run = [self._reads.popleft()]
-            start = run[0].page.offset
-            while (
-                self._reads
-                and self._reads[0].page.offset == run[-1].page.end
-                and self._reads[0].page.end - start <= RUN_BYTES
-            ):
-                run.append(self._reads.popleft())
-            return run
-
-    def _read(self, run: Sequence[SsdRead], buffer: PieceBuffer) -> list[bool]:
-        pages = self._pages()
-        if pages is None:
-            return [False] * len(run)
+    def _read(self, run: Sequence[SsdRead], buffer: PieceBuffer) -> None:
+        pages, rights = self._pages(), [False] * len(run)
         try:
-            return pages.read([order.page for order in run], buffer)
+            if pages is not None:
+                rights = pages.read([order.page for order in run], buffer)
         except Exception as error:
             _LOG.warning("the pool's disk can't be read: %s", getattr(error, "strerror", None) or error)
-            return [False] * len(run)
 
+        def report() -> None:
+            for order, is_right in zip(run, rights, strict=True):
+                order.finished(is_right)
 
-def _finish(run: Sequence[SsdRead], rights: Sequence[bool]) -> None:
-    for order, is_right in zip(run, rights, strict=True):
-        order.finished(is_right)
+        self._in_loop(report)

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import weakref
@@ -11,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from prfaas.core.pool.geometry import SECTOR_BYTES, whole_sectors
 from prfaas.core.pool.slabs import SlabAllocator
@@ -129,9 +130,11 @@ class PieceBuffer:
     """Memory of one thread, through which pages go between file and arena: the kernel wants it aligned."""
 
     def __init__(self) -> None:
-        self.memory = mmap.mmap(-1, RUN_BYTES)
-        self.view = memoryview(self.memory)
-        self.bytes: Bytes = np.frombuffer(self.memory, dtype=np.uint8)
+        self._view = memoryview(mmap.mmap(-1, RUN_BYTES))
+
+    def room(self, size_bytes: int) -> memoryview:
+        """So much of it, or more. Other memory for a larger page, which seldom goes through any."""
+        return self._view if size_bytes <= RUN_BYTES else memoryview(mmap.mmap(-1, size_bytes))
 
 
 class PageFile:
@@ -214,30 +217,18 @@ class PageFile:
         Raises:
             OSError: they aren't written, or not all.
         """
-        if not self._write_run(writes):
-            for write in writes:
-                self._write_page(write, buffer)
-        return [xxh3_64_intdigest(write.page.data[write.rest_from : write.page_bytes]) for write in writes]
-
-    def _write_run(self, writes: Sequence[PageWrite]) -> bool:
-        """Write them at once, if memory and disk allow it."""
+        start, size = writes[0].offset, writes[-1].end - writes[0].offset
+        direct = [self._direct(write.page, write.page_bytes) for write in writes]
+        spare = buffer.room(size if None in direct else 0)
         pieces: list[memoryview] = []
-        for write in writes:
-            piece = self._direct(write.page, 0, write.page_bytes)
+        for write, piece in zip(writes, direct, strict=True):
             if piece is None:
-                return False
+                piece = spare[write.offset - start : write.end - start]
+                np.copyto(np.frombuffer(piece, np.uint8, write.page_bytes), write.page[: write.page_bytes])
             pieces += [piece, _ZEROS[: write.end - write.offset - len(piece)]]
-        size = writes[-1].end - writes[0].offset
-        return size <= RUN_BYTES and os.pwritev(self._io_fd, pieces, writes[0].offset) == size
-
-    def _write_page(self, write: PageWrite, buffer: PieceBuffer) -> None:
-        for start in range(0, write.page_bytes, RUN_BYTES):
-            size = min(RUN_BYTES, write.page_bytes - start)
-            piece = self._direct(write.page, start, size)
-            if piece is None:
-                np.copyto(buffer.bytes[:size], write.page[start : start + size])
-                piece = buffer.view[: stored_bytes(size)]
-            write_all(self._io_fd, piece, write.offset + start)
+        if os.pwritev(self._io_fd, pieces, start) < size:
+            raise SsdFileError(errno.EIO, os.strerror(errno.EIO), str(self._path))
+        return [xxh3_64_intdigest(write.page.data[write.rest_from : write.page_bytes]) for write in writes]
 
     def sync(self) -> None:
         """Wait until all that was written is on the disk.
@@ -262,57 +253,34 @@ class PageFile:
         Raises:
             OSError: the disk fails.
         """
-        rights = [self._read_page(reads[0], buffer)] if len(reads) == 1 else self._read_run(reads, buffer)
-        if self._io_fd == self._fd:
-            first, last = reads[0], reads[-1]
-            os.posix_fadvise(self._fd, first.offset, last.end - first.offset, os.POSIX_FADV_DONTNEED)
-        return rights
-
-    def _read_page(self, read: PageRead, buffer: PieceBuffer) -> bool:
-        page_bytes = read.page_bytes
-        check = _PartChecksums(read.parts)
-        for start in range(0, page_bytes, RUN_BYTES):
-            size = min(RUN_BYTES, page_bytes - start)
-            piece = None if read.into is None else self._direct(read.into, start, size)
-            is_direct = piece is not None
-            if piece is None:
-                piece = buffer.view[: stored_bytes(size)]
-            if os.preadv(self._io_fd, [piece], read.offset + start) < len(piece):
-                return False
-            check.update(piece[:size])
-            if read.into is not None and not is_direct:
-                np.copyto(read.into[start : start + size], buffer.bytes[:size])
-        return check.digests() == list(read.checksums)
-
-    def _read_run(self, reads: Sequence[PageRead], buffer: PieceBuffer) -> list[bool]:
-        start = reads[0].offset
-        direct = [
-            None if read.into is None else self._direct(read.into, 0, read.page_bytes) for read in reads
-        ]
+        start, size = reads[0].offset, reads[-1].end - reads[0].offset
+        direct = [None if read.into is None else self._direct(read.into, read.page_bytes) for read in reads]
+        spare = buffer.room(size if None in direct else 0)
         pieces: list[memoryview] = []
         for read, piece in zip(reads, direct, strict=True):
             begin, end = read.offset - start, read.end - start
-            if piece is None:
-                pieces.append(buffer.view[begin:end])
-            else:
-                # The gap between two pages in the file goes into the buffer.
-                pieces += [piece, buffer.view[begin + len(piece) : end]]
+            # The gap between two pages in the file goes into the buffer.
+            pieces += [spare[begin:end]] if piece is None else [piece, spare[begin + len(piece) : end]]
         got = os.preadv(self._io_fd, pieces, start)
+        if self._io_fd == self._fd:
+            os.posix_fadvise(self._fd, start, size, os.POSIX_FADV_DONTNEED)
         rights = []
         for read, piece in zip(reads, direct, strict=True):
-            begin, size = read.offset - start, read.page_bytes
+            begin, page_bytes = read.offset - start, read.page_bytes
             if piece is None:
-                piece = buffer.view[begin : begin + size]
+                piece = spare[begin : begin + page_bytes]
                 if read.into is not None:
-                    np.copyto(read.into[:size], buffer.bytes[begin : begin + size])
-            check = _PartChecksums(read.parts)
-            check.update(piece[:size])
-            rights.append(begin + size <= got and check.digests() == list(read.checksums))
+                    np.copyto(read.into[:page_bytes], np.frombuffer(piece, np.uint8))
+            ends = itertools.accumulate(read.parts)
+            digests = [
+                xxh3_64_intdigest(piece[end - part : end]) for part, end in zip(read.parts, ends, strict=True)
+            ]
+            rights.append(begin + page_bytes <= got and digests == list(read.checksums))
         return rights
 
-    def _direct(self, page: Bytes, start: int, size: int) -> memoryview | None:
+    def _direct(self, page: Bytes, page_bytes: int) -> memoryview | None:
         """Memory of a page that the disk can take or fill without a copy; None: it has to go through a buffer."""
-        piece = page[start : start + whole_sectors(size)]
+        piece = page[: whole_sectors(page_bytes)]
         if not self._takes_sectors or len(piece) % SECTOR_BYTES or piece.ctypes.data % SECTOR_BYTES:
             return None
         return piece.data
@@ -323,14 +291,14 @@ class PageFile:
             fd = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:
             return None
-        buffer = PieceBuffer()
+        memory = PieceBuffer().room(BLOCK_BYTES)
         try:
-            os.preadv(fd, [buffer.view[:BLOCK_BYTES]], 0)
+            os.preadv(fd, [memory[:BLOCK_BYTES]], 0)
         except OSError:
             os.close(fd)
             return None
         try:
-            os.preadv(fd, [buffer.view[SECTOR_BYTES : 2 * SECTOR_BYTES]], 0)
+            os.preadv(fd, [memory[SECTOR_BYTES : 2 * SECTOR_BYTES]], 0)
         except OSError:
             self._takes_sectors = False
         return fd
@@ -356,27 +324,3 @@ def leads_to(path: Path, fd: int) -> bool:
 def _close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-class _PartChecksums:
-    """xxh3_64 of the parts of a page whose bytes come in pieces."""
-
-    def __init__(self, parts: Sequence[int]) -> None:
-        self._left = list(parts)
-        self._digests: list[int] = []
-        self._current = xxh3_64()
-
-    def update(self, piece: memoryview) -> None:
-        while self._left:
-            taken = piece[: self._left[0]]
-            self._current.update(taken)
-            self._left[0] -= len(taken)
-            if self._left[0]:
-                return
-            self._digests.append(self._current.intdigest())
-            self._current = xxh3_64()
-            self._left.pop(0)
-            piece = piece[len(taken) :]
-
-    def digests(self) -> list[int]:
-        return self._digests

@@ -18,11 +18,8 @@ from prfaas.core.pool.geometry import PageIdentity, PoolGeometry, whole_sectors
 from prfaas.core.pool.keys import page_id as page_id_of
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.journal import JournalPage, most_record_bytes
-from prfaas.serving.pool.ssd_background import SsdRead, SsdReaders, SsdWrite, SsdWriter, open_files
+from prfaas.serving.pool.ssd_background import InLoop, SsdRead, SsdReaders, SsdWrite, SsdWriter, open_files
 from prfaas.serving.pool.ssd_file import Bytes, FileSlots, PageRead, PageWrite, stored_bytes
-
-InLoop: TypeAlias = Callable[[Callable[[], None]], None]
-"""Calls a function in the store's loop, from any thread."""
 
 _READERS = 8
 _HEADERS_BYTES = 4096
@@ -203,19 +200,21 @@ class FileTier:
 
         `done(False)`: it was not written (no room, an error). It may be called at once.
         """
-        size, page_id = self._page_bytes[entry.group], entry.page_id
-        if page_id in self._pages or page_id in self._writing:
-            done(page_id in self._pages)
+        if entry.page_id in self._pages or entry.page_id in self._writing:
+            done(entry.page_id in self._pages)
             return
         place = self._room(entry.group, entry.tenant) if self.takes_more else None
-        if place is None:
+        if place is None or not self._queue(entry, offset, place, done):
             self._counts["not_written"] += 1
             done(False)
-            return
+
+    def _queue(self, entry: SsdEntry, offset: int, place: int, done: Callable[[bool], None]) -> bool:
+        """Have the writer put a page at that place of the file. False: it takes nothing at the moment."""
+        size = self._page_bytes[entry.group]
         page = _FilePage(place, entry.checksums, entry.tenant, self._slots)
         identity = b"" if entry.identity is None else entry.identity.encode()
         record = JournalPage(
-            page_id=page_id,
+            page_id=entry.page_id,
             offset=place,
             checksums=entry.checksums,
             rest_checksum=0,
@@ -226,13 +225,12 @@ class FileTier:
         write = PageWrite(place, self._room_in_arena(offset, size), size, rest_from)
         order = SsdWrite(write, record, partial(self._written, entry, page, done))
         if not self._writer.write(order):
-            self._counts["not_written"] += 1
             self._slots.give_back(place)
-            done(False)
-            return
-        self._writing[page_id] = page
+            return False
+        self._writing[entry.page_id] = page
         self._queued_bytes += size
         self._queued_of[entry.tenant] += self._slots.stored_bytes(entry.group)
+        return True
 
     def read(self, page_id: bytes, into_offset: int, done: Callable[[bool], None]) -> None:
         """Read a page into the arena and verify it. `done(False)`: the slot's bytes are not the page's."""
@@ -447,13 +445,6 @@ class FileTier:
 
 SsdFactory: TypeAlias = Callable[[PoolGeometry, memoryview], FileTier]
 """Makes a tier for a geometry and an arena's bytes. Blocking, so the daemon calls it in a thread."""
-
-
-def ssd_factory(
-    options: SsdOptions, policy: Callable[[PoolGeometry], EvictionPolicy[bytes]], in_loop: InLoop
-) -> SsdFactory:
-    """A factory of a pool's `FileTier`, for when its geometry is known."""
-    return lambda geometry, arena: FileTier(geometry, arena, options, lambda: policy(geometry), in_loop)
 
 
 def _parts(geometry: PoolGeometry, group: int) -> list[int]:

@@ -6,7 +6,7 @@ One event loop owns a store; no method waits.
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, get_args
@@ -22,7 +22,8 @@ from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import Arena
 from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
-from prfaas.serving.pool.page_table import Owner, PageState, row_of
+from prfaas.serving.pool.page_table import PageState, row_of
+from prfaas.serving.pool.processes import Owner
 from prfaas.serving.pool.protocol import Match, Matched, PageRef, SessionKind, packed
 from prfaas.serving.pool.reservations import Reservations
 from prfaas.serving.pool.ssd_tier import FileTier, SsdEntry
@@ -217,21 +218,21 @@ class PageStore:
         groups = self.geometry.groups if asked.whole else self._full
         if start_tokens >= min(limit_tokens, len(keys) * self._step_tokens):
             return Matched(0, 0, start_tokens // self._step_tokens * self._step_tokens, 0, [])
-        found = usable_end(groups, keys, self._step_tokens, self.held, start_tokens, limit_tokens)
-        if not asked.pin or not found.usable_tokens:
-            return Matched(0, found.usable_tokens, found.attention_tokens, 0, [])
-        if len(session.pins) >= _MOST_PINS:
+        if asked.pin and len(session.pins) >= _MOST_PINS:
             raise ValueError(f"{_MOST_PINS} matches of this session are pinned, and none is given back")
-        needed = self._needed(groups, keys, start_tokens, found.usable_tokens)
-        if not self._pin_all([page for _, _, pages in needed for page in pages]):
-            in_memory = {group: ReadablePages(pages) for group, pages in self.held.items()}
-            found = usable_end(groups, keys, self._step_tokens, in_memory, start_tokens, limit_tokens)
-            if not found.usable_tokens:
-                return Matched(0, 0, found.attention_tokens, 0, [])
+        # Of what is on SSD only, where there is room for it in memory; else of what is in memory.
+        in_memory = {group: ReadablePages(pages) for group, pages in self.held.items()}
+        tiers: tuple[Mapping[int, Container[bytes]], ...] = (self.held, in_memory)
+        for held in tiers:
+            found = usable_end(groups, keys, self._step_tokens, held, start_tokens, limit_tokens)
+            if not asked.pin or not found.usable_tokens:
+                return Matched(0, found.usable_tokens, found.attention_tokens, 0, [])
             needed = self._needed(groups, keys, start_tokens, found.usable_tokens)
-            self._pin_all([page for _, _, pages in needed for page in pages])
+            pinned = [page for _, _, pages in needed for page in pages]
+            if self._pin_all(pinned):
+                break
         number = next(self._pin_numbers)
-        session.pins[number] = [page for _, _, pages in needed for page in pages]
+        session.pins[number] = pinned
         memory_tokens = self._count_hit(needed, start_tokens, found.usable_tokens)
         pages = [
             (group, first, packed([page.slot for page in pages]), packed([page.offset for page in pages]))
@@ -281,8 +282,8 @@ class PageStore:
     def unpin(self, pages: Iterable[PageRef]) -> None:
         """Release pages that `pin` gave."""
         for ref in pages:
-            page = self.memory.rows.get(row_of(ref.slot))
-            if page is not None and page.slot == ref.slot:
+            page = self.memory.page_in(ref.slot)
+            if page is not None:
                 self._unpin(page)
 
     def discard(self, page_ids: Iterable[bytes]) -> None:
@@ -312,26 +313,20 @@ class PageStore:
 
     def drop(self, page: PoolPage) -> None:
         """Forget a held, unused page."""
-        del self.held[page.group][page.key]
         if page.slot != NO_SLOT:
             self.memory.free(page)
-            self._report_removed(page, "memory")
-        if page.on_ssd:
-            assert self.ssd is not None
-            self.ssd.forget(page.page_id)
-            self._report_removed(page, "ssd")
+            self._removed(page, "memory")
+        self._forget_on_ssd(page)
 
     def drop_wrong(self, page: PoolPage) -> None:
         """Drop a page in memory whose bytes are wrong. Its copy on SSD is verified when it is read."""
         self.counters.wrong_pages += 1
         self.memory.disown(page)
         self.memory.set_state(page, PageState.FAILED)
-        self._report_removed(page, "memory")
-        del self.held[page.group][page.key]
-        if page.on_ssd:
-            page.on_ssd = False
-            left = self.held[page.group][page.key] = PoolPage(page.page_id, page.tenant)
-            left.on_ssd = True
+        left = PoolPage(page.page_id, page.tenant)
+        left.on_ssd, page.on_ssd = page.on_ssd, False
+        self.held[page.group][page.key] = left
+        self._removed(left, "memory")
         if not page.pins:
             self.memory.free(page)
 
@@ -346,9 +341,7 @@ class PageStore:
         page = self._page(page_id)
         if page is not None and page.on_ssd:
             page.on_ssd = False
-            self._report_removed(page, "ssd")
-            if page.slot == NO_SLOT:
-                del self.held[page.group][page.key]
+            self._removed(page, "ssd")
 
     def report_stored(self, page: PoolPage, identity: PageIdentity | None, medium: Medium) -> None:
         """Count and publish that a tier has the page."""
@@ -488,25 +481,29 @@ class PageStore:
         self.memory.set_state(page, PageState.FAILED)
         self.memory.disown(page)
         del self.held[page.group][page.key]
-        if page.on_ssd:
-            assert self.ssd is not None
-            page.on_ssd = False
-            self.ssd.forget(page.page_id)
-            self._report_removed(page, "ssd")
+        self._forget_on_ssd(page)
         if not page.pins:
             self.memory.free(page)
 
     def _evicted(self, page: PoolPage) -> None:
         self.counters.evicted_pages += 1
         self.counters.evicted_bytes += self._page_bytes[page.group]
-        self._report_removed(page, "memory")
         page.state = PageState.ON_SSD
-        if not page.on_ssd:
-            del self.held[page.group][page.key]
-        elif self.ssd is not None:
+        self._removed(page, "memory")
+        if page.on_ssd and self.ssd is not None:
             self.ssd.touched(page.page_id)
 
-    def _report_removed(self, page: PoolPage, medium: Medium) -> None:
+    def _forget_on_ssd(self, page: PoolPage) -> None:
+        if page.on_ssd:
+            assert self.ssd is not None
+            page.on_ssd = False
+            self.ssd.forget(page.page_id)
+            self._removed(page, "ssd")
+
+    def _removed(self, page: PoolPage, medium: Medium) -> None:
+        """A tier has the page no longer; one that no tier has is forgotten."""
+        if page.slot == NO_SLOT and not page.on_ssd:
+            del self.held[page.group][page.key]
         self.tier_pages[medium][page.group] -= 1
         if self.events is not None:
             self.events.removed(page.page_id, medium)

@@ -87,11 +87,8 @@ class ArenaClient:
     def page_states(self, pages: Sequence[PageRef]) -> npt.NDArray[np.uint8]:
         return np.array([self.page_state(page.slot) for page in pages], np.uint8)
 
-    def must_verify(self, pages: Sequence[PageRef]) -> bool:
-        return any(page.slot in self.checksums for page in pages)
-
-    def checksum_to_verify(self, slot: int) -> int | None:
-        return self.checksums.get(slot)
+    def checksums_to_verify(self, pages: Sequence[PageRef]) -> dict[int, int]:
+        return {page.slot: self.checksums[page.slot] for page in pages if page.slot in self.checksums}
 
     def intact(self, epoch: int, pages: Sequence[PageRef]) -> bool:
         return epoch == self.epoch and all(self.page_state(page.slot).is_readable for page in pages)

@@ -183,9 +183,9 @@ class PoolReader:
             load.wait_s += now_s - load.waiting_since_s
             load.waiting_since_s = None
         arena, refs = self._client.arena, part.pages[:count]
-        for ref in refs if self._client.must_verify(refs) else ():
-            checksum = self._client.checksum_to_verify(ref.slot)
-            if checksum is not None and checksum != self._pages.checksum(arena, part.group, ref):
+        to_verify = self._client.checksums_to_verify(refs)
+        for ref in refs if to_verify else ():
+            if ref.slot in to_verify and to_verify[ref.slot] != self._pages.checksum(arena, part.group, ref):
                 raise _LoadFailedError("a page of the pool is not what was stored")
         self._pages.load(arena, part.group, part.block_ids[:count], refs)
         left.popleft()
