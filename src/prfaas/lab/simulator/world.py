@@ -443,7 +443,7 @@ class World:
             target.number,
         )
         assert target.clock is not None  # only PD instances decode
-        target.clock.join(job.left_tokens, job)
+        target.clock.join(job.left_tokens, job, job.tokens)
 
     def _give_up(self, job: Job) -> None:
         """Undo what the job holds."""
