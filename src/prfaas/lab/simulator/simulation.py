@@ -177,7 +177,7 @@ def _result(
     ttft_s, e2e_s = np.array(columns.ttft_s), np.array(columns.e2e_s)
     after_first = np.maximum(outputs - 1, 1) if scenario.overheads.first_step else outputs
     second_token_s = longest_gap_s = None
-    if columns.second_token_s is not None:
+    if columns.first_from_prefill:
         second_token_s, longest_gap_s = np.array(columns.second_token_s), np.array(columns.longest_gap_s)
         # The decode instance had one token less to write.
         after_first = np.where(columns.prefilled_first, np.maximum(outputs - 1, 1), after_first)
