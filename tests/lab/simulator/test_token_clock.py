@@ -81,9 +81,7 @@ class Recorder:
         """From now on steps take longer by the tokens in the batch, prompts and answers."""
         growth = StepGrowth(context_s, measured_tokens)
         self._prompts = prompts
-        self.clock = TokenClock(
-            self.events, growing, self.clock._slots, self._started, self._done, growth
-        )
+        self.clock = TokenClock(self.events, growing, self.clock._slots, self._started, self._done, growth)
 
     def plan(self, plan: Plan) -> None:
         for i, (arrival_s, tokens) in enumerate(plan):

@@ -145,7 +145,7 @@ def _group_of(cluster: SimulatedCluster, number: int) -> tuple[str, ...]:
 
 
 def _facts(model: KvModel | None) -> KvFacts | None:
-    return None if model is None else KvMoves(model).facts
+    return None if model is None else KvFacts.of_model(model)
 
 
 def usual_curves(scenario: Scenario) -> dict[str, ServiceCurve]:

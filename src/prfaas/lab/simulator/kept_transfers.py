@@ -1,10 +1,8 @@
 """Partial transfers of prefills that fail: how much has arrived, and which instance goes on from there."""
 
 from prfaas.core.link.checkpoints import checkpoint_count, checkpoint_every_tokens
-from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
-from prfaas.core.scheduling.policy import Policy
+from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.core.scheduling.preemption import goes_on_at_decode
-from prfaas.core.scheduling.view import View
 from prfaas.lab.simulator.instance import Job, JobStage
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.transfer import KvMoves
@@ -37,11 +35,24 @@ class KeptTransfers:
         job.checkpoint_bytes = size_bytes * self._count(job)
         return job.checkpoint_bytes
 
-    def policy(self, job: Job, now_s: float, *, is_preempted: bool) -> Policy | None:
-        """Has the decode instance go on from what has come of a job; None where another one begins again."""
-        tokens = self.tokens(job, now_s)
-        return (
-            _GoesOn(job, tokens) if goes_on_at_decode(tokens, job.tokens, is_preempted=is_preempted) else None
+    def decision(self, job: Job, now_s: float, *, is_preempted: bool) -> Decision | None:
+        """The decode instance goes on from what has come of a job; None where another one begins again."""
+        kept_tokens = self.tokens(job, now_s)
+        if not goes_on_at_decode(kept_tokens, job.tokens, is_preempted=is_preempted):
+            return None
+        before, left_tokens = job.decision, job.tokens - kept_tokens
+        return Decision(
+            route=Route.LOCAL,
+            prefill=before.decode,
+            decode=before.decode,
+            uncached_tokens=before.uncached_tokens,
+            prefill_tokens=left_tokens,
+            skip_tokens=0,
+            kv_bytes=0,
+            reason="kept",
+            threshold_tokens=before.threshold_tokens,
+            predicted_ttft_s=job.target.after_prefix_s(left_tokens, kept_tokens),
+            num_tokens=job.tokens,
         )
 
     def tokens(self, job: Job, now_s: float) -> int:
@@ -81,32 +92,6 @@ class KeptTransfers:
 
     def _count(self, job: Job) -> int:
         return checkpoint_count(job.every_tokens, job.tokens - 1 - _first_token(job))
-
-
-class _GoesOn:
-    """Decides, whatever the view says, that the decode instance computes the rest."""
-
-    def __init__(self, job: Job, kept_tokens: int) -> None:
-        self._job = job
-        self._kept_tokens = kept_tokens
-
-    def decide(self, request: RoutingRequest, view: View) -> Decision:
-        """Route to the decode instance, as the gateway does without asking the policy."""
-        before, left_tokens = self._job.decision, request.num_tokens - self._kept_tokens
-        target = view.clusters[self._job.target.cluster.name]
-        return Decision(
-            route=Route.LOCAL,
-            prefill=before.decode,
-            decode=before.decode,
-            uncached_tokens=before.uncached_tokens,
-            prefill_tokens=left_tokens,
-            skip_tokens=0,
-            kv_bytes=0,
-            reason="kept",
-            threshold_tokens=before.threshold_tokens,
-            predicted_ttft_s=target.after_prefix_s(left_tokens, self._kept_tokens),
-            num_tokens=request.num_tokens,
-        )
 
 
 def _first_token(job: Job) -> int:

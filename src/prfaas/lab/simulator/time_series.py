@@ -83,9 +83,7 @@ class TimeSeries:
         for link in self._world.links.values():
             yield f"sent_bits_{link.fluid.name}", link.fluid.sent_bits
 
-    def _used(
-        self, name: str, work: list[tuple[float, bool]], most_s: float
-    ) -> Iterator[tuple[str, float]]:
+    def _used(self, name: str, work: list[tuple[float, bool]], most_s: float) -> Iterator[tuple[str, float]]:
         """Seconds in which instances had a role and worked, and in which they could have.
 
         Args:

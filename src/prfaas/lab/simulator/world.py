@@ -9,7 +9,7 @@ import numpy as np
 from prfaas.core.link.patience import late_after_s
 from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling.checked_policy import CheckedPolicy
-from prfaas.core.scheduling.decision import RoutingRequest
+from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.decoders import slot_free_s
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.policy import POLICIES, Policy, make_policy
@@ -110,12 +110,12 @@ class World:
 
     def restart(self, job: Job, *, anywhere: bool = False) -> None:
         """Prefill a request again, in its PD cluster or `anywhere`, or from what was kept of it, as the live system."""
-        policy = self._kept.policy(job, self.events.now_s, is_preempted=anywhere)
+        kept = self._kept.decision(job, self.events.now_s, is_preempted=anywhere)
         self._give_up(job)
         again = Job(job.number, job.arrival_s, job.tokens, job.left_tokens, job.blocks)
         again.has_first = job.has_first
         self.columns.retries[job.number] += 1
-        self._route(again, policy or (self.policy if anywhere else self._local), is_new=False)
+        self._route(again, self.policy if anywhere else self._local, is_new=False, kept=kept)
 
     def start_next(self, engine: Engine) -> None:
         """Begin the next of an instance's queue, or of its cluster's pool, if there is room."""
@@ -150,12 +150,15 @@ class World:
         for other in others:
             self.start_next(other)
 
-    def _route(self, job: Job, policy: Policy, *, is_new: bool = True) -> bool:
-        """Put a request where the policy says. False: it comes now, would wait too long, and is refused."""
+    def _route(self, job: Job, policy: Policy, *, is_new: bool = True, kept: Decision | None = None) -> bool:
+        """Put a request where the policy says, or what was `kept` of it does.
+
+        False: it comes now, would wait too long, and is refused.
+        """
         view, now_s, engines = self.view, self.events.now_s, self.engines
         view.now_s = now_s
         held = self.caches.held(job.blocks, job.tokens) if self.caches is not None else _NOTHING_HELD
-        job.decision = decision = policy.decide(self._request(job, held), view)
+        job.decision = decision = kept or policy.decide(self._request(job, held), view)
         job.engine = engine = engines[decision.prefill]
         job.target = target = engines[decision.decode]
         if self._limits_waits and is_new and self._would_wait_s(job) > self.scenario.queue_limit_s:
@@ -172,7 +175,9 @@ class World:
             engine.view.in_flight += 1
             if engine.cluster is not target.cluster:
                 job.link = link = self.links[engine.cluster.name, target.cluster.name]
-                job.promised_bytes = nbytes = link.kv.total_bytes(job.tokens - 1, decision.skip_tokens)
+                job.promised_bytes = nbytes = link.kv.facts.bytes_to_move(
+                    job.tokens - 1, decision.skip_tokens
+                )
                 link.promise(nbytes, now_s)
         if decision.cache_transfer is not None:
             # Meanwhile the prefill counts as accepted by its instance.
@@ -232,7 +237,7 @@ class World:
         nbytes = (
             moved.kv_bytes
             if moved.from_pool
-            else link.kv.total_bytes(moved.reusable_tokens, moved.skip_tokens)
+            else link.kv.facts.prefix_bytes_to_move(moved.reusable_tokens, moved.skip_tokens)
         )
         self.columns.link_bytes[job.number] += nbytes
         job.transfer = link.fluid.send(
