@@ -332,9 +332,6 @@ class World:
         engine.free_at_s = end_s
         engine.prefilled_s += service_s
         engine.view.busy_until_s = end_s + engine.waiting_s
-        if engine.chunk_tokens:
-            # Before its stream ends: what its last bytes are held back by is known then.
-            events.at(end_s, self._when_prefilled, job)
         if link is not None:
             streamed_bytes = link.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
             if engine.chunk_tokens:
@@ -342,21 +339,13 @@ class World:
             last_bytes, route = job.promised_bytes - streamed_bytes, (engine.name, job.target.name)
             if engine.cluster.kills_per_s:
                 streamed_bytes += self._kept.checkpoint_bytes(job, link.view.capacity_bits_per_s)
-            job.transfer = link.fluid.stream(
-                route,
-                streamed_bytes,
-                last_bytes,
-                service_s,
-                self._when_arrived,
-                job,
-                bool(engine.chunk_tokens),
+            job.transfer = transfer = link.fluid.stream(
+                route, streamed_bytes, last_bytes, service_s, self._when_arrived, job, ends_by_itself=False
             )
-        if not engine.chunk_tokens:
-            events.number = number = events.number + 1
-            heappush(events.heap, (end_s, number, self._when_prefilled, job))
-        else:
-            if job.transfer is not None:
-                self._follow_chunks((job, _chunk_rates(job, job.transfer)))
+            if engine.chunk_tokens:
+                self._follow_chunks((job, _chunk_rates(job, transfer)))
+        events.number = number = events.number + 1
+        heappush(events.heap, (end_s, number, self._when_prefilled, job))
         if chunk_s:
             engine.lengthen_steps(chunk_s, events.now_s)
 
@@ -371,25 +360,24 @@ class World:
             self.events.at(self.events.now_s + lasts_s, self._follow_chunks, stream)
 
     def _prefilled(self, job: Job) -> None:
-        engine = job.engine
-        if job.transfer is not None and job.link is not None and not engine.chunk_tokens:
-            job.link.fluid.end_production(job.transfer)
-        if not job.is_lost:
-            self._end_prefill(engine, job)
-        if engine.chunk_s and not engine.at_work:
-            engine.lengthen_steps(0.0, self.events.now_s)
-
-    def _end_prefill(self, engine: Engine, job: Job) -> None:
-        engine.at_work -= 1
-        late_s = engine.fill_up(job, self.events.now_s) if engine.chunk_tokens and not job.is_void else 0.0
+        engine, now_s = job.engine, self.events.now_s
+        late_s = 0.0
+        if engine.chunk_tokens and not (job.is_void or job.is_lost):
+            late_s = engine.fill_up(job, now_s)
         if late_s > 0:
             job.stage = _SHARING
             job.hold_back()
-            self.events.at(self.events.now_s + late_s, self._computed, job)
-        else:
-            self._computed(job)
-        if engine.queue or engine.pool:
-            self.start_next(engine)
+            self.events.at(now_s + late_s, self._computed, job)
+        if job.transfer is not None and job.link is not None:
+            job.link.fluid.end_production(job.transfer)
+        if not job.is_lost:
+            engine.at_work -= 1
+            if not late_s:
+                self._computed(job)
+            if engine.queue or engine.pool:
+                self.start_next(engine)
+        if engine.chunk_s and not engine.at_work:
+            engine.lengthen_steps(0.0, now_s)
 
     def _computed(self, job: Job) -> None:
         """All of its KV is there."""
