@@ -372,7 +372,7 @@ class World:
             job.link.fluid.end_production(job.transfer)
         if not job.is_lost:
             engine.at_work -= 1
-            if not late_s:
+            if late_s <= 0:
                 self._computed(job)
             if engine.queue or engine.pool:
                 self.start_next(engine)
