@@ -204,11 +204,9 @@ class PlanSweep(Sweep):
         axes.set_ylabel("requests per second")
 
     def _plot_thresholds(self, axes: "Axes", tokens: Sequence[float]) -> None:
-        from matplotlib.ticker import StrMethodFormatter
-
         axes.plot(self.values, tokens, color=COLOURS[0], label="best threshold")
         axes.set_ylim(0, 1.15 * max(tokens) or 1)
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_ylabel("tokens")
 
     def _plot_costs(self, axes: "Axes") -> None:
@@ -261,13 +259,13 @@ def _mark_missed(
 
 def _rate_axis(axes: "Axes", *, is_short: bool) -> None:
     """Values as bit rates, with ticks like "10 Gbit/s"; on a short axis at 2 and 5 times a power of ten too."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_xscale("log")
     subs = (1.0, 2.0, 5.0) if is_short else (1.0,)
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bits_per_s(value)))
+    axes.xaxis.set_major_formatter(lambda value, _: format_bits_per_s(value))
 
 
 _TITLES = ("req/s", "homogeneous", "threshold", "prefill + decode", "egress", "binds")
