@@ -59,6 +59,7 @@ COMPILED = (
     "lab/simulator/prefix_caches.py",
     "lab/simulator/send_queue.py",
     "lab/simulator/simulation.py",
+    "lab/simulator/time_series.py",
     "lab/simulator/token_clock.py",
     "lab/simulator/transfer.py",
     "lab/simulator/world.py",

@@ -1,17 +1,17 @@
 """How the deployment was over time, in a bounded number of samples."""
 
-import math
 from array import array
-from collections import defaultdict
-from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prfaas.lab.simulator.instance import Engine
+from prfaas.lab.simulator.simulated_cluster import SimulatedCluster
 from prfaas.lab.simulator.world import World
 
 MOST_SAMPLES = 512
+
+_Columns = dict[str, "array[float]"]
 
 
 class TimeSeries:
@@ -24,83 +24,36 @@ class TimeSeries:
     def __init__(self, world: World, period_s: float = 1.0) -> None:
         self._world = world
         self.period_s = period_s
+        self._totals: _Columns = {}
+        self._levels: _Columns = {}
         self.times = array("d")
-        self._totals: dict[str, array[float]] = defaultdict(lambda: array("d"))
-        self._levels: dict[str, array[float]] = defaultdict(lambda: array("d"))
-        self._engines: dict[str, list[Engine]] = defaultdict(list)
-        for engine in world.engines.values():
-            self._engines[engine.cluster.name].append(engine)
-        self._work_s: dict[str, list[float]] = {}
         self.is_over = False
+        self._clusters = [
+            _ClusterCourse(world, cluster, self._totals, self._levels) for cluster in world.scenario.clusters
+        ]
+        self._links = [link.fluid for link in world.links.values()]
+        for link in self._links:
+            self._totals[f"sent_bits_{link.name}"] = array("d")
+            self._levels[f"capacity_bits_per_s_{link.name}"] = array("d")
         self._sample(None)
 
     def _sample(self, _argument: object) -> None:
         world = self._world
         now_s = world.events.now_s
         world.look()
-        passed_s = now_s - self.times[-1] if self.times else now_s
         self.times.append(now_s)
-        for name, total in self._totals_after(passed_s):
-            self._totals[name].append(total)
-        for name, level in self._levels_now():
-            self._levels[name].append(level)
+        for cluster in self._clusters:
+            cluster.sample(now_s)
+        for link in self._links:
+            self._totals[f"sent_bits_{link.name}"].append(link.sent_bits)
+            self._levels[f"capacity_bits_per_s_{link.name}"].append(link.capacity_bits_per_s)
         if len(self.times) > MOST_SAMPLES:
-            # The last sample stays: totals go on from it.
+            # In place: each column is known where it is filled.
             for values in (self.times, *self._totals.values(), *self._levels.values()):
                 del values[1::2]
             self.period_s *= 2
         if not self.is_over:
             world.events.at(now_s + self.period_s, self._sample)
-
-    def _levels_now(self) -> Iterator[tuple[str, float]]:
-        world = self._world
-        for cluster in world.scenario.clusters:
-            name, engines = cluster.name, self._engines[cluster.name]
-            yield f"prefill_instances_{name}", sum(engine.view.prefills for engine in engines)
-            queued = sum(len(engine.queue) for engine in engines)
-            yield f"queue_{name}", queued + len(world.prefill_pools[name])
-            if cluster.kind == "pd":
-                waiting = [engine.clock.waiting for engine in engines if engine.clock is not None]
-                yield f"decode_queue_{name}", sum(waiting)
-                yield f"threshold_tokens_{name}", world.view.threshold_tokens.get(name, math.inf)
-        for link in world.links.values():
-            yield f"capacity_bits_per_s_{link.fluid.name}", link.fluid.capacity_bits_per_s
-
-    def _totals_after(self, passed_s: float) -> Iterator[tuple[str, float]]:
-        """So far, a sample and so many seconds after the one before."""
-        now_s = self._world.events.now_s
-        for cluster in self._world.scenario.clusters:
-            name, engines = cluster.name, self._engines[cluster.name]
-            prefills = [(engine.busy_s(now_s), engine.view.prefills) for engine in engines]
-            yield from self._used("prefill_{}_s_" + name, prefills, passed_s)
-            if cluster.kind == "pd":
-                decodes = [
-                    (engine.clock.busy_slot_s, engine.view.decodes)
-                    for engine in engines
-                    if engine.clock is not None
-                ]
-                yield from self._used("decode_{}_s_" + name, decodes, cluster.decode_slots * passed_s)
-        for link in self._world.links.values():
-            yield f"sent_bits_{link.fluid.name}", link.fluid.sent_bits
-
-    def _used(self, name: str, work: list[tuple[float, bool]], most_s: float) -> Iterator[tuple[str, float]]:
-        """Seconds in which instances had a role and worked, and in which they could have.
-
-        Args:
-            name: Of both, with {}.
-            work: Of each instance, seconds of work so far, and whether it has the role.
-            most_s: Seconds that one of them can have worked since the sample before.
-        """
-        busy, there = name.format("busy"), name.format("there")
-        used_s = self._totals[busy][-1] if self._totals[busy] else 0.0
-        before_s = self._work_s.get(name, [0.0] * len(work))
-        for (total_s, has_role), seen_s in zip(work, before_s, strict=True):
-            if has_role:
-                used_s += total_s - seen_s
-        self._work_s[name] = [total_s for total_s, _ in work]
-        yield busy, used_s
-        there_s = self._totals[there][-1] if self._totals[there] else 0.0
-        yield there, there_s + most_s * sum(has_role for _, has_role in work)
 
     def arrays(self, end_s: float) -> dict[str, NDArray[np.float64]]:
         """By name, one value per sample after the first, up to `end_s`."""
@@ -119,3 +72,68 @@ class TimeSeries:
             elif name.startswith("sent_bits_"):
                 found[f"egress_bits_per_s_{name.removeprefix('sent_bits_')}"] = values
         return found
+
+
+class _Side:
+    """Prefill or decode in one cluster: what its instances did so far while they had this role."""
+
+    def __init__(self, name: str, instances: int, totals: _Columns) -> None:
+        """`name`: of side and cluster, "prefill" and "home" in prefill_busy_s_home."""
+        side, _, cluster = name.partition(" ")
+        self._busy_s = totals[f"{side}_busy_s_{cluster}"] = array("d")
+        self._there_s = totals[f"{side}_there_s_{cluster}"] = array("d")
+        self._seen_s = [0.0] * instances
+        self._used_s = self._was_there_s = self._before_s = 0.0
+
+    def sample(self, work_s: list[float], has_role: list[bool], places: int, now_s: float) -> None:
+        """Seconds of work of each instance so far, which of them have the role, and their instances or slots."""
+        used_s, seen_s = self._used_s, self._seen_s
+        for number, total_s in enumerate(work_s):
+            if has_role[number]:
+                used_s += total_s - seen_s[number]
+        self._seen_s = work_s
+        self._used_s = used_s
+        self._busy_s.append(used_s)
+        self._was_there_s += places * (now_s - self._before_s)
+        self._before_s = now_s
+        self._there_s.append(self._was_there_s)
+
+
+class _ClusterCourse:
+    """The columns of one cluster."""
+
+    def __init__(self, world: World, cluster: SimulatedCluster, totals: _Columns, levels: _Columns) -> None:
+        name = cluster.name
+        self._name = name
+        self._engines: list[Engine] = [
+            engine for engine in world.engines.values() if engine.cluster.name == name
+        ]
+        self._pool = world.prefill_pools[name]
+        self._prefill = _Side(f"prefill {name}", len(self._engines), totals)
+        self._prefill_instances = levels[f"prefill_instances_{name}"] = array("d")
+        self._queue = levels[f"queue_{name}"] = array("d")
+        self._decode: _Side | None = None
+        if cluster.kind == "pd":
+            self._clocks = [engine.clock for engine in self._engines if engine.clock is not None]
+            self._slots = cluster.decode_slots
+            self._thresholds = world.view.threshold_tokens
+            self._decode = _Side(f"decode {name}", len(self._engines), totals)
+            self._decode_queue = levels[f"decode_queue_{name}"] = array("d")
+            self._threshold = levels[f"threshold_tokens_{name}"] = array("d")
+
+    def sample(self, now_s: float) -> None:
+        engines = self._engines
+        prefills = [engine.view.prefills for engine in engines]
+        count = sum(prefills)
+        self._prefill.sample([engine.busy_s(now_s) for engine in engines], prefills, count, now_s)
+        self._prefill_instances.append(count)
+        self._queue.append(sum([len(engine.queue) for engine in engines]) + len(self._pool))
+        if self._decode is None:
+            return
+        decodes = [engine.view.decodes for engine in engines]
+        clocks = self._clocks
+        self._decode.sample(
+            [clock.busy_slot_s for clock in clocks], decodes, sum(decodes) * self._slots, now_s
+        )
+        self._decode_queue.append(sum([clock.waiting for clock in clocks]))
+        self._threshold.append(self._thresholds.get(self._name, float("inf")))

@@ -192,7 +192,8 @@ class TokenClock:
             return
         self._busy_slot_s += batch * passed_s
         rate = self._tokens_per_s()
-        steps = passed_s * rate
-        tokens = 2 * steps / (1 + math.sqrt(1 + 2 * self._context_s * batch * steps * rate))
+        tokens = passed_s * rate
+        if self._context_s:
+            tokens *= 2 / (1 + math.sqrt(1 + 2 * self._context_s * batch * tokens * rate))
         self._tokens += tokens
         self._contexts += batch * tokens
