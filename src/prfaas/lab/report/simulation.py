@@ -329,22 +329,11 @@ def _seconds(value: float) -> str:
     return format_s(value) if math.isfinite(value) else NONE
 
 
-def _rate(value: float) -> str:
-    return f"{value:.4g} req/s"
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
 def _stable(value: float) -> str:
     return "yes" if value else "NO: queues grow"
 
 
+_rate, _share, _count = "{:.4g} req/s".format, "{:.1%}".format, "{:,.0f}".format
 _ROWS: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
     ("TTFT mean", "ttft_mean_s", _seconds, True),
     ("TTFT P50", "ttft_p50_s", _seconds, False),

@@ -74,16 +74,12 @@ def figures(report: SimulationReport) -> Iterator[Figure]:
     yield (
         "Time to first token",
         _ttft_distribution(report),
-        (
-            "The part of requests whose first token came within so many seconds of their arrival (after the warm-up)."
-        ),
+        "The part of requests whose first token came within so many seconds of their arrival (after the warm-up).",
     )
     yield (
         "Time to first token over time",
         _ttft_over_time(report),
-        (
-            "Of requests by the time of their arrival: mean (solid) and P90 (dashed) of equal stretches of time."
-        ),
+        "Of requests by the time of their arrival: mean (solid) and P90 (dashed) of equal stretches of time.",
     )
     queues = _names(report, "queue_") + _names(report, "decode_queue_")
     if queues:
@@ -116,10 +112,8 @@ def figures(report: SimulationReport) -> Iterator[Figure]:
         yield (
             "Threshold and roles",
             _panels(report, "knobs", knobs, None),
-            (
-                "What the slow side of the scheduler changed: the threshold in uncached tokens, and how many instances "
-                "of each PD cluster prefill."
-            ),
+            "What the slow side of the scheduler changed: the threshold in uncached tokens, and how many instances "
+            "of each PD cluster prefill.",
         )
 
 

@@ -1,5 +1,6 @@
 """When the answers of requests begin and end, and what is known of those that ended."""
 
+from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.lab.simulator.columns import Columns
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.instance import Job
@@ -110,7 +111,9 @@ class Answers:
 
     def end(self, job: Job) -> None:
         """A request has its last token, and leaves."""
-        job.target.answered(self._events.now_s - job.slot_since_s)
+        cluster = job.target.cluster
+        # What anybody sees of an engine.
+        cluster.slot_s = learnt_slot_s(cluster.slot_s, 1, self._events.now_s - job.slot_since_s)
         behind_s = self._behind_s.pop(job.number, 0.0) if self._behind_s else 0.0
         self._leave(job, self._after_arrival_s(job) + behind_s)
 

@@ -25,7 +25,7 @@ class Columns:
         self.hit_tokens = array("i")
         self.link_bytes = array("d")
         self.offloaded = array("b")
-        self.reason = array("b")  # index into `reasons`
+        self.reason = array("b")  # index into `reason_codes`
         self.retries = array("b")
         self.reason_codes: dict[str, int] = {}
         # Of the hit tokens, those that came from pools, by tier; no columns without pools.
@@ -39,21 +39,24 @@ class Columns:
     def grow(self, count: int) -> None:
         """Room for `count` more requests."""
         times = [self.ttft_s, self.e2e_s, self.prefill_from_s, self.prefill_to_s, self.kv_there_s]
-        counts = [self.uncached_tokens, self.hit_tokens, self.offloaded, self.reason, self.retries]
+        counts = [
+            *self.tier_tokens.values(),
+            self.uncached_tokens,
+            self.hit_tokens,
+            self.offloaded,
+            self.reason,
+            self.retries,
+        ]
         if self.first_from_prefill:
             times += [self.second_token_s, self.last_token_s, self.longest_gap_s]
             counts.append(self.prefilled_first)
         for each in times:
             each.extend(_NEVER * count)
-        for column in (*counts, *self.tier_tokens.values(), self.link_bytes):
+        self.link_bytes.frombytes(bytes(self.link_bytes.itemsize * count))
+        for column in counts:
             column.frombytes(bytes(column.itemsize * count))
         for instances in (self.prefilled_on, self.decoded_on):
             instances.extend([-1] * count)
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """The reasons that the column `reason` counts from 0."""
-        return tuple(self.reason_codes)
 
     def code(self, reason: str) -> int:
         """The number of a reason, a new one if it was not seen before."""

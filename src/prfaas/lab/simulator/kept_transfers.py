@@ -21,9 +21,10 @@ class KeptTransfers:
 
     def checkpoint_bytes(self, job: Job, link_bits_per_s: float) -> int:
         """Bytes of the state snapshots that a prefill sends which begins now; the job gets their size and spacing."""
-        engine, size_bytes = job.engine, self._kv_of(job).facts.checkpoint_bytes
         if not self._are_kept:
             return 0
+        engine, kv = job.engine, self._kv if job.link is None else job.link.kv
+        size_bytes = kv.facts.checkpoint_bytes
         job.every_tokens = checkpoint_every_tokens(
             job.computed_tokens,
             engine.after_prefix_s(job.computed_tokens, job.tokens - job.computed_tokens),
@@ -86,9 +87,6 @@ class KeptTransfers:
         sent_bytes -= token_bytes * (first_tokens - skip_tokens)
         come = min(int(sent_bytes / (token_bytes * job.every_tokens + each_bytes)), count)
         return first_tokens + come * job.every_tokens if come > 0 else 0
-
-    def _kv_of(self, job: Job) -> KvMoves:
-        return self._kv if job.link is None else job.link.kv
 
     def _count(self, job: Job) -> int:
         return checkpoint_count(job.every_tokens, job.tokens - 1 - _first_token(job))

@@ -186,7 +186,7 @@ def _result(
         tier_tokens={tier: np.array(tokens, dtype=np.int64) for tier, tokens in columns.tier_tokens.items()},
         offloaded=np.array(columns.offloaded, dtype=bool),
         reason=np.array(columns.reason, dtype=np.int64),
-        reasons=columns.reasons,
+        reasons=tuple(columns.reason_codes),
         retries=np.array(columns.retries, dtype=np.int64),
         link_bytes=np.array(columns.link_bytes),
         counted=arrival_s >= start_s,

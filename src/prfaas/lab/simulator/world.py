@@ -92,9 +92,7 @@ class World:
             self.window.add(uncached, now_s)
         columns.uncached_tokens[number] = uncached
         columns.hit_tokens[number] = tokens - decision.prefill_tokens
-        reason = decision.reason
-        code = columns.reason_codes.get(reason)
-        columns.reason[number] = columns.code(reason) if code is None else code
+        columns.reason[number] = columns.code(decision.reason)
         if job.promised_bytes:
             columns.offloaded[number] = 1
 
@@ -366,9 +364,10 @@ class World:
             late_s = engine.fill_up(job, now_s)
         if late_s > 0:
             job.stage = _SHARING
-            job.hold_back()
             self.events.at(now_s + late_s, self._computed, job)
         if job.transfer is not None and job.link is not None:
+            if late_s > 0:
+                job.link.fluid.hold(job.transfer)
             job.link.fluid.end_production(job.transfer)
         if not job.is_lost:
             engine.at_work -= 1
@@ -396,12 +395,13 @@ class World:
             job.is_void = True
         elif job.stage is _PREFILLING or job.stage is _SHARING:
             job.stage = _SENDING
-            stays = job.link is None
-            # It may all be there with that: then it has arrived by now.
-            job.send_held()
-            if stays:
+            if job.link is None:
                 self._arrived(job)
-            elif job.link is not None and (grace_s := self.scenario.transfer_grace_s) < math.inf:
+                return
+            if job.transfer is not None:
+                job.link.fluid.release(job.transfer)
+            # It may all be there with that: then it has arrived by now.
+            if job.link is not None and (grace_s := self.scenario.transfer_grace_s) < math.inf:
                 late_s = late_after_s(job.promised_bytes, job.link.configured_bits_per_s, grace_s)
                 self.events.at(self.events.now_s + late_s, self._late, job)
 
