@@ -123,10 +123,10 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
         "  rest can begin, queued": [_waits(plan.rest_estimate)],
         **_target(plan, others),
         "cost per million tokens": [
-            _told("{:.4g}", each and each.per_million_tokens)
+            None if each is None else f"{each.per_million_tokens:.4g}"
             for each in (cost, *(each.cost for each in others))
         ],
-        "egress per hour": [_told("{:.4g}", (cost and cost.egress_per_hour) or None)],
+        "egress per hour": [_told("{:.4g}", cost.egress_per_hour or None if cost else None)],
         "egress break-even per GB": [_told("{:.3g}", plan.egress_break_even_per_gb)],
     }
     table = new_table("", "optimum", *baselines)

@@ -208,7 +208,11 @@ class PlanSweep(Sweep):
         values, plans = self.values, self.plans
         curves = {
             "this deployment, best plan": ([plan.cost for plan in plans], INK, "-"),
-            "the fleet you have": ([plan.fleet and plan.fleet.cost for plan in plans], COLOURS[1], "-."),
+            "the fleet you have": (
+                [plan.fleet.cost if plan.fleet else None for plan in plans],
+                COLOURS[1],
+                "-.",
+            ),
             "homogeneous PD with as many GPUs": ([plan.homogeneous.cost for plan in plans], MUTED, "--"),
         }
         for label, (costs, colour, style) in curves.items():
@@ -244,8 +248,8 @@ def _mark_missed(
     label = "misses the target for the TTFT"
     if crossed:
         # Crosses at the end of an axis are whole.
-        style = {"color": COLOURS[3], "markersize": 8, "clip_on": False, "zorder": 5}
-        axes.plot(*zip(*crossed, strict=True), "x", label=label, **style)
+        at, tops = zip(*crossed, strict=True)
+        axes.plot(at, tops, "x", color=COLOURS[3], markersize=8, label=label, clip_on=False, zorder=5)
 
 
 def _rate_axis(axes: "Axes", *, is_short: bool) -> None:
