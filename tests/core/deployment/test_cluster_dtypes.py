@@ -261,7 +261,7 @@ def test_each_link_carries_the_narrower_and_each_cluster_holds_its_own(
         inside = [view.kv_between(each.name, each.name) for each in deployment.clusters]
         steps = [each.prefix_bytes_to_move(2048, 1024) // 1024 for each in (*over, *inside)]
         assert steps == [*expected, *kept]
-    assert [link.kv.total_bytes(1024, 0) // 1024 for link in world.links.values()] == expected
+    assert [link.kv.facts.bytes_to_move(1024, 0) // 1024 for link in world.links.values()] == expected
 
 
 @pytest.mark.parametrize("with_west", [True, False])

@@ -68,6 +68,8 @@ def test_it_waits_for_the_prefills_of_its_instance(case_study: CaseStudy, source
     world.events.run(1000.0)
     far, home = (cluster.curve.seconds for cluster in shown.clusters)
     (link,) = (each for each in shown.links if each.source == "east")
-    moving_s = BITS_PER_BYTE * world.kv.total_bytes(PREFIX, 0) / link.bandwidth_bits_per_s + link.rtt_s
+    moving_s = (
+        BITS_PER_BYTE * world.kv.facts.bytes_to_move(PREFIX, 0) / link.bandwidth_bits_per_s + link.rtt_s
+    )
     queue_s = far(LONG) if source == "east-0" else 0.0
     assert world.columns.ttft_s[1] == pytest.approx(queue_s + moving_s + home(PROMPT - PREFIX), rel=0.01)

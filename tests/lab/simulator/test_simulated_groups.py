@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
+from tests.lab.simulator.test_invariants import conversations
 
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.empirical import fixed
 from prfaas.core.workload.lengths import TruncatedLogNormal
 from prfaas.core.workload.traffic import IndependentTraffic
+from prfaas.lab.simulator.capacity import Slowdown
+from prfaas.lab.simulator.prefix_caches import CacheOptions
 from prfaas.lab.simulator.result import Result
 from prfaas.lab.simulator.scenario import Failure, Scenario, scenario_of
 from prfaas.lab.simulator.simulation import simulate
@@ -78,3 +81,29 @@ def test_roles_move_by_whole_groups(case_study: CaseStudy) -> None:
 def test_prefill_instances_are_whole_groups(case_study: CaseStudy) -> None:
     with pytest.raises(ValueError, match="not whole groups"):
         scenario(case_study, 2, roles={"home": 1})
+
+
+@pytest.mark.parametrize("first_token", ["prefill", "decode"])
+@pytest.mark.parametrize("policy", ["paper", "tilted"])
+def test_all_step_models_at_once(case_study: CaseStudy, policy: str, first_token: str) -> None:
+    """Groups, shared and mixed steps, contexts, a slowdown, first tokens, failures with notice, caches."""
+    shown = scenario(
+        case_study,
+        2,
+        policy=policy,
+        first_token=first_token,
+        chunk_tokens=8192,
+        kv_block_tokens=512,
+        mixed_tokens=512,
+        slowdown=Slowdown(((0.0, 1.0), (20.0, 2.0), (60.0, 1.0))),
+        caches=CacheOptions(600_000, 8192, 4096),
+        failures=[
+            Failure("home-0", 40.0, 20.0, 10.0),
+            Failure("home-2", 70.0, 20.0),
+            Failure("east-1", 30.0, 30.0, 5.0),
+        ],
+    )
+    east, home = shown.clusters
+    shown = replace(shown, clusters=(east, replace(home, context_s=2e-8)))
+    result = simulate(shown, [conversations(1, 80)], seed=1, warmup_share=0.0, on_event=Invariants())
+    assert result.retries.any() and not np.isnan(result.e2e_s).any()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.lab.simulator.events import Events
-from prfaas.lab.simulator.token_clock import ContextClock, TokenClock
+from prfaas.lab.simulator.token_clock import StepGrowth, TokenClock
 
 Plan = Sequence[tuple[float, float]]
 
@@ -74,27 +74,21 @@ class Recorder:
         self.events = Events()
         self.started_s: dict[int, float] = {}
         self.done_s: dict[int, float] = {}
+        self._prompts: Sequence[int] = ()
         self.clock = TokenClock(self.events, step_s, slots, self._started, self._done)
 
     def let_steps_grow(self, context_s: float, prompts: Sequence[int], measured_tokens: float) -> None:
         """From now on steps take longer by the tokens in the batch, prompts and answers."""
-        self.clock = ContextClock(
-            self.events,
-            growing,
-            self.clock._slots,
-            self._started,
-            self._done,
-            context_of=lambda i: prompts[i],
-            context_s=context_s,
-            measured_tokens=measured_tokens,
-        )
+        growth = StepGrowth(context_s, measured_tokens)
+        self._prompts = prompts
+        self.clock = TokenClock(self.events, growing, self.clock._slots, self._started, self._done, growth)
 
     def plan(self, plan: Plan) -> None:
         for i, (arrival_s, tokens) in enumerate(plan):
             self.events.at(arrival_s, self._join, (i, tokens))
 
     def _join(self, request: tuple[int, float]) -> None:
-        self.clock.join(request[1], request[0])
+        self.clock.join(request[1], request[0], self._prompts[request[0]] if self._prompts else 0.0)
 
     def _started(self, i: int) -> None:
         assert i not in self.started_s

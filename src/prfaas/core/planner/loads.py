@@ -25,6 +25,20 @@ class Loads:
 
 
 @dataclass(frozen=True, slots=True)
+class Helper:
+    """What another cluster prefills for a PD cluster, over its link."""
+
+    prefill_s: OfLength
+    instances: float
+    bandwidth_bits_per_s: float
+    kv_bytes: OfLength
+
+    def link_s(self, tokens: FloatArray) -> FloatArray:
+        """Seconds on the link alone."""
+        return self.kv_bytes(tokens) * BITS_PER_BYTE / self.bandwidth_bits_per_s
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """Two paths, which a threshold divides the requests between."""
 
@@ -36,6 +50,8 @@ class Split:
     local: Path
     """Of the other requests."""
     service: ServiceModel
+    helpers: tuple[Helper, ...] = ()
+    """What `prfaas` stands for: clusters that prefill together, each prompts of the same lengths; none: itself."""
     _beyond: dict[tuple[OfLength, float], OfLength] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -65,8 +81,15 @@ class Split:
         return Loads(above.mass, prfaas_s, below.total(self.pd.prefill_s, self.local.share), links)
 
     def away_s(self, above: "Part", prfaas: PrfaasCluster, remote: Path) -> FloatArray:
-        """Seconds of prefill in the PrfaaS cluster per request of the whole system."""
-        return above.total(prfaas.prefill_s, remote.share)
+        """Seconds of prefill in the PrfaaS cluster, or of all helpers together, per request of the whole system."""
+        if not self.helpers:
+            return above.total(prfaas.prefill_s, remote.share)
+        rate = np.zeros(len(above.mass))
+        with np.errstate(divide="ignore"):
+            for each in self.helpers:
+                prefill_s = above.total(each.prefill_s, remote.share) / each.instances
+                rate += 1 / np.maximum(prefill_s, above.total(each.link_s, remote.share))
+            return 1 / rate
 
     def beyond(self, f: OfLength, share: float) -> OfLength:
         """E[f(share × L); beyond t] for any thresholds t; `f` is asked once."""

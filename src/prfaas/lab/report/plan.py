@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NONE = "–"
+_TIMES = "{:.2f} ×"
 # Routes of a smaller part of all requests, and gains below so small a part, are not worth a row.
 _LEAST_FRACTION, _LEAST_GAIN = 5e-4, 5e-6
 # The search may stop this far below the true optimum without a word about it.
@@ -90,26 +91,26 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
     rows: dict[str, list[str | None]] = {
         "throughput (req/s)": [f"{point.lambda_max:.4g}" for point in points],
         "  by the paper's T(E[L])": [
-            _rate(plan.lambda_max_at_mean_length),
+            _told("{:.4g}", plan.lambda_max_at_mean_length),
             *(
-                _rate(plan.homogeneous_at_mean_length) if each is plan.homogeneous else None
+                _told("{:.4g}", plan.homogeneous_at_mean_length) if each is plan.homogeneous else None
                 for each in others
             ),
         ],
         "against homogeneous": [
-            _times(plan.ratio_to_homogeneous),
-            *(_times(each.comparable_rate / base if base > 0 else None) for each in others),
+            _told(_TIMES, plan.ratio_to_homogeneous),
+            *(_told(_TIMES, each.comparable_rate / base if base > 0 else None) for each in others),
         ],
         "GPUs": [
             _gpus(deployment),
             *(_gpus(deployment) if each is plan.naive else f"{each.gpus} {each.hardware}" for each in others),
         ],
         "cost against optimum": [
-            None if cost is None else _times(1.0),
-            *(None if each.cost_ratio is None else _times(1 / each.cost_ratio) for each in others),
+            None if cost is None else _told(_TIMES, 1.0),
+            *(None if each.cost_ratio is None else _told(_TIMES, 1 / each.cost_ratio) for each in others),
         ],
-        "throughput per cost": [_times(plan.equal_cost_ratio), *_per_cost(plan, others)],
-        "threshold (tokens)": [_tokens(optimum.threshold_tokens)],
+        "throughput per cost": [_told(_TIMES, plan.equal_cost_ratio), *_per_cost(plan, others)],
+        "threshold (tokens)": [_told("{:,.0f}", optimum.threshold_tokens)],
         "instances": [_instances(point) for point in points],
         "offloaded": [f"{optimum.offloaded_fraction:.1%}"],
         "TTFT mean / P90": [_pair(point.ttft_mean_s, point.ttft_p90_s) for point in points],
@@ -125,12 +126,8 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
             None if each is None else f"{each.per_million_tokens:.4g}"
             for each in (cost, *(each.cost for each in others))
         ],
-        "egress per hour": [
-            None if cost is None or not cost.egress_per_hour else f"{cost.egress_per_hour:.4g}"
-        ],
-        "egress break-even per GB": [
-            None if plan.egress_break_even_per_gb is None else f"{plan.egress_break_even_per_gb:.3g}"
-        ],
+        "egress per hour": [_told("{:.4g}", cost.egress_per_hour or None if cost else None)],
+        "egress break-even per GB": [_told("{:.3g}", plan.egress_break_even_per_gb)],
     }
     table = new_table("", "optimum", *baselines)
     # Not the head of a column: long names would make the others narrow.
@@ -150,7 +147,7 @@ def _per_cost(plan: Plan, others: Sequence[Baseline]) -> list[str | None]:
         return [None] * len(others)
     unit = same.comparable_rate * same.cost_ratio
     return [
-        None if each.cost_ratio is None else _times(each.comparable_rate * each.cost_ratio / unit)
+        None if each.cost_ratio is None else _told(_TIMES, each.comparable_rate * each.cost_ratio / unit)
         for each in others
     ]
 
@@ -286,16 +283,8 @@ def _gpus(deployment: PlannedDeployment) -> str:
     return " + ".join(f"{count} {hardware}" for hardware, count in by_hardware.items())
 
 
-def _rate(per_s: float | None) -> str | None:
-    return None if per_s is None else f"{per_s:.4g}"
-
-
-def _times(ratio: float | None) -> str | None:
-    return None if ratio is None else f"{ratio:.2f} ×"
-
-
-def _tokens(tokens: float | None) -> str | None:
-    return None if tokens is None else f"{tokens:,.0f}"
+def _told(form: str, value: float | None) -> str | None:
+    return None if value is None else form.format(value)
 
 
 def _pair(one: float | None, other: float | None) -> str | None:

@@ -68,7 +68,7 @@ def short_tokens(tokens: float) -> str:
 
 def _length_axis(axes: "Axes", low: float, high: float, label: str) -> None:
     """A logarithmic axis of token counts with a tick at each power of two (or of four, if they would be many)."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, NullLocator
 
     ticks = [2.0**n for n in range(4, 24) if low * 0.999 <= 2.0**n <= high * 1.001]
     while len(ticks) > 9:
@@ -77,17 +77,17 @@ def _length_axis(axes: "Axes", low: float, high: float, label: str) -> None:
     axes.set_xlim(low, high)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_tokens(value)))
+    axes.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
     axes.set_xlabel(f"{label} (tokens, K = 1024)")
 
 
 def _rate_axis(axes: "Axes") -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(base=10, numticks=12))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bits_per_s(value)))
+    axes.yaxis.set_major_formatter(lambda value, _: format_bits_per_s(value))
     axes.set_ylabel("KVCache per second of prefill, one instance")
 
 

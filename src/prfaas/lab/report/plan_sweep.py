@@ -159,10 +159,8 @@ class PlanSweep(Sweep):
 
     def plot(self, path: Path, title: str) -> None:
         """Draw an SVG: throughput and threshold over the values, over prices cost and throughput per money."""
-        is_price, thresholds = (
-            is_price_field(self.field),
-            [plan.optimum.threshold_tokens for plan in self.plans],
-        )
+        is_price = is_price_field(self.field)
+        thresholds = [plan.optimum.threshold_tokens for plan in self.plans]
         has_lower = is_price or None not in thresholds
         with drawing(path.stem, 2 if has_lower else 1, height=2.5 if has_lower else 3.5) as drawn:
             upper, lower = drawn.panels[0], drawn.panels[-1]
@@ -185,10 +183,8 @@ class PlanSweep(Sweep):
         path.write_text(svg_file(drawn.svg), encoding="utf-8")
 
     def _plot_rates(self, axes: "Axes") -> None:
-        rates, missed = (
-            [plan.optimum.lambda_max for plan in self.plans],
-            [not plan.keeps_target for plan in self.plans],
-        )
+        rates = [plan.optimum.lambda_max for plan in self.plans]
+        missed = [not plan.keeps_target for plan in self.plans]
         bases = [plan.homogeneous for plan in self.plans]
         homogeneous = [base.point.lambda_max if base.keeps_target else nan for base in bases]
         # What misses the target is no answer for its value: the curve leaves it out, and one point alone is seen.
@@ -197,18 +193,15 @@ class PlanSweep(Sweep):
         axes.plot(self.values, kept, mark, color=INK, markersize=4, label="this deployment, best plan")
         label = "homogeneous PD with as many GPUs"
         axes.plot(self.values, homogeneous, color=MUTED, linestyle="--", linewidth=1.4, label=label)
-        if any(missed):
-            _mark_missed(axes, self.values, rates, missed)
+        _mark_missed(axes, self.values, rates, missed)
         highest = max(*rates, *(rate for rate in homogeneous if not isnan(rate)))
         axes.set_ylim(0, 1.12 * highest if highest > 0 else 1)
         axes.set_ylabel("requests per second")
 
     def _plot_thresholds(self, axes: "Axes", tokens: Sequence[float]) -> None:
-        from matplotlib.ticker import StrMethodFormatter
-
         axes.plot(self.values, tokens, color=COLOURS[0], label="best threshold")
         axes.set_ylim(0, 1.15 * max(tokens) or 1)
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_ylabel("tokens")
 
     def _plot_costs(self, axes: "Axes") -> None:
@@ -227,9 +220,8 @@ class PlanSweep(Sweep):
                 per_million = [nan if cost is None else cost.per_million_tokens for cost in costs]
                 axes.plot(values, per_million, style, color=colour, label=label)
         missed = [plan.cost is not None and not plan.keeps_target for plan in plans]
-        if any(missed):
-            own = [plan.cost.per_million_tokens if plan.cost else nan for plan in plans]
-            _mark_missed(axes, values, own, missed)
+        own = [plan.cost.per_million_tokens if plan.cost else nan for plan in plans]
+        _mark_missed(axes, values, own, missed)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("cost of a million tokens")
 
@@ -250,24 +242,25 @@ def _mark_missed(
     axes: "Axes", values: Sequence[float], heights: Sequence[float], missed: Sequence[bool]
 ) -> None:
     """Cross out the points of a curve that miss the target for the TTFT."""
-    points = [
+    crossed = [
         (value, height) for value, height, misses in zip(values, heights, missed, strict=True) if misses
     ]
-    crossed, at = zip(*points, strict=True)
     label = "misses the target for the TTFT"
-    # Crosses at the end of an axis are whole.
-    axes.plot(crossed, at, "x", color=COLOURS[3], markersize=8, label=label, clip_on=False, zorder=5)
+    if crossed:
+        # Crosses at the end of an axis are whole.
+        at, tops = zip(*crossed, strict=True)
+        axes.plot(at, tops, "x", color=COLOURS[3], markersize=8, label=label, clip_on=False, zorder=5)
 
 
 def _rate_axis(axes: "Axes", *, is_short: bool) -> None:
     """Values as bit rates, with ticks like "10 Gbit/s"; on a short axis at 2 and 5 times a power of ten too."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_xscale("log")
     subs = (1.0, 2.0, 5.0) if is_short else (1.0,)
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bits_per_s(value)))
+    axes.xaxis.set_major_formatter(lambda value, _: format_bits_per_s(value))
 
 
 _TITLES = ("req/s", "homogeneous", "threshold", "prefill + decode", "egress", "binds")

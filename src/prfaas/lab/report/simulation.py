@@ -9,6 +9,7 @@ from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.experiment import mean_and_half
 from prfaas.core.scheduling.parameters import Setting, shown
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
+from prfaas.lab.report.plan import NONE, new_table
 from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.simulator.pools import TIERS
 from prfaas.lab.simulator.prefix_caches import CacheOptions
@@ -18,8 +19,6 @@ from prfaas.lab.simulator.scenario import Failure
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-NONE = "–"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -304,11 +303,7 @@ def print_simulation(console: "Console", report: SimulationReport) -> None:
 def _table(
     title: str, names: Sequence[str], rows: Sequence[Sequence[str]], bold: Sequence[str] = ()
 ) -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column(title, no_wrap=True)
+    table = new_table(title)
     # Small print has a column of its own, so that the numbers stand below each other.
     has_small = [any("\n" in row[number] for row in rows) for number in range(1, len(names) + 1)]
     for name, small in zip(names, has_small, strict=True):
@@ -334,22 +329,11 @@ def _seconds(value: float) -> str:
     return format_s(value) if math.isfinite(value) else NONE
 
 
-def _rate(value: float) -> str:
-    return f"{value:.4g} req/s"
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
 def _stable(value: float) -> str:
     return "yes" if value else "NO: queues grow"
 
 
+_rate, _share, _count = "{:.4g} req/s".format, "{:.1%}".format, "{:,.0f}".format
 _ROWS: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
     ("TTFT mean", "ttft_mean_s", _seconds, True),
     ("TTFT P50", "ttft_p50_s", _seconds, False),

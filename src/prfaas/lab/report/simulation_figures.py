@@ -74,16 +74,12 @@ def figures(report: SimulationReport) -> Iterator[Figure]:
     yield (
         "Time to first token",
         _ttft_distribution(report),
-        (
-            "The part of requests whose first token came within so many seconds of their arrival (after the warm-up)."
-        ),
+        "The part of requests whose first token came within so many seconds of their arrival (after the warm-up).",
     )
     yield (
         "Time to first token over time",
         _ttft_over_time(report),
-        (
-            "Of requests by the time of their arrival: mean (solid) and P90 (dashed) of equal stretches of time."
-        ),
+        "Of requests by the time of their arrival: mean (solid) and P90 (dashed) of equal stretches of time.",
     )
     queues = _names(report, "queue_") + _names(report, "decode_queue_")
     if queues:
@@ -116,10 +112,8 @@ def figures(report: SimulationReport) -> Iterator[Figure]:
         yield (
             "Threshold and roles",
             _panels(report, "knobs", knobs, None),
-            (
-                "What the slow side of the scheduler changed: the threshold in uncached tokens, and how many instances "
-                "of each PD cluster prefill."
-            ),
+            "What the slow side of the scheduler changed: the threshold in uncached tokens, and how many instances "
+            "of each PD cluster prefill.",
         )
 
 
@@ -151,8 +145,6 @@ def _ttft_distribution(report: SimulationReport) -> str:
 
 
 def _ttft_over_time(report: SimulationReport) -> str:
-    from matplotlib.ticker import FuncFormatter
-
     by_policy = {name: _first_tokens(result) for name, result in report.results.items()}
     longest = max(
         (float(arrival_s[-1]) for arrival_s, _ in by_policy.values() if len(arrival_s)), default=1.0
@@ -177,7 +169,7 @@ def _ttft_over_time(report: SimulationReport) -> str:
             drawn_s += [value for value in (*means, *tails) if value > 0]
         if drawn_s and max(drawn_s) > _FAR_APART * min(drawn_s):
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+            axes.yaxis.set_major_formatter("{x:,.6g}")
         else:
             axes.set_ylim(bottom=0)
         axes.set_ylabel("seconds")
@@ -194,33 +186,41 @@ def _panels(
     percent: bool = False,
 ) -> str:
     """One panel per key, a line per policy."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     scale, unit = _time_unit(_end_s(report))
     columns = _columns(len(keys))
     with drawing(name, len(keys), columns=columns, height=1.9) as drawn:
         for axes, key in zip(drawn.panels, keys, strict=True):
-            highest = 0.0
-            for number, (policy, series) in enumerate(_by_policy(report)):
-                if key in series:
-                    stepped = key.startswith(("threshold_", "prefill_instances_"))
-                    time_s, values = thinned(series["time_s"], series[key], mean=not stepped)
-                    style = "steps-post" if stepped else "default"
-                    axes.plot(time_s / scale, values, color=_colour(number), label=policy, drawstyle=style)
-                    highest = max(highest, _highest(values))
+            highest = _curves(axes, report, key, scale)
             begins, title = next(each for each in _TITLES.items() if key.startswith(each[0]))
             axes.set_title(title.format(key.removeprefix(begins)))
             axes.set_ylim(0, max(1.03, 1.03 * highest) if percent else 1.12 * highest or 1.0)
-            if percent:
-                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-            else:
-                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+            axes.yaxis.set_major_formatter("{x:.0%}" if percent else "{x:,.6g}")
+            if not percent:
                 whole = key.startswith("prefill_instances_")
                 axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=whole))
             if label is not None:
                 axes.set_ylabel(label)
         _label_time(drawn.panels, columns, unit)
     return drawn.svg
+
+
+def _curves(
+    axes: "Axes", report: SimulationReport, key: str, time_scale_s: float, unit: float = 1.0
+) -> float:
+    """Draw a series of every policy that has it; its highest value."""
+    stepped = key.startswith(("threshold_", "prefill_instances_"))
+    highest = 0.0
+    for number, (policy, result) in enumerate(report.results.items()):
+        if key in result.series:
+            time_s, values = thinned(result.series["time_s"], result.series[key], mean=not stepped)
+            style = "steps-post" if stepped else "default"
+            axes.plot(
+                time_s / time_scale_s, values / unit, color=_colour(number), label=policy, drawstyle=style
+            )
+            highest = max(highest, _highest(values))
+    return highest
 
 
 def _egress(report: SimulationReport, keys: Sequence[str]) -> str:
@@ -232,12 +232,7 @@ def _egress(report: SimulationReport, keys: Sequence[str]) -> str:
     with drawing("egress", len(keys), columns=columns, height=2.3) as drawn:
         for axes, key in zip(drawn.panels, keys, strict=True):
             link = key.removeprefix("egress_bits_per_s_")
-            highest = 0.0
-            for number, (policy, series) in enumerate(_by_policy(report)):
-                if key in series:
-                    time_s, values = thinned(series["time_s"], series[key])
-                    axes.plot(time_s / scale, values / 1e9, color=_colour(number), label=policy)
-                    highest = max(highest, _highest(values))
+            highest = _curves(axes, report, key, scale, 1e9)
             first = _series(report)[0]
             time_s, values = thinned(first["time_s"], first[f"capacity_bits_per_s_{link}"])
             axes.plot(time_s / scale, values / 1e9, color=INK, linewidth=0.9, linestyle=":", zorder=1)
@@ -271,10 +266,6 @@ def _first_tokens(result: Result) -> "tuple[FloatArray, FloatArray]":
     return result.arrival_s[shown], result.ttft_s[shown]
 
 
-def _by_policy(report: SimulationReport) -> "list[tuple[str, Mapping[str, FloatArray]]]":
-    return [(name, result.series) for name, result in report.results.items()]
-
-
 def _series(report: SimulationReport) -> "list[Mapping[str, FloatArray]]":
     return [result.series for result in report.results.values()]
 
@@ -302,13 +293,13 @@ def _label_time(panels: "Sequence[Axes]", columns: int, unit: str) -> None:
 
 
 def _seconds_axis(axes: "Axes", low: float, high: float) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_xscale("log")
     axes.set_xlim(low, max(high, low * 1.01))
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=30))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter("{x:g}")
 
 
 def _mark(axes: "Axes", x: float, text: str) -> None:

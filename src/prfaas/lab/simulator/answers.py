@@ -1,5 +1,6 @@
 """When the answers of requests begin and end, and what is known of those that ended."""
 
+from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.lab.simulator.columns import Columns
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.instance import Job
@@ -42,7 +43,7 @@ class Answers:
             late_s, uncounted_s = job.target.late_s(self._events.now_s)
             self._behind_s[job.number] = behind_s + uncounted_s
         if job.has_first:
-            if self._columns.second_token_s is not None:
+            if self._columns.first_from_prefill:
                 self._tell_next(job, self._after_arrival_s(job) + behind_s + late_s + self._step_s(job))
             return
         job.has_first = True
@@ -50,7 +51,7 @@ class Answers:
         if self._has_first_step:
             ttft_s += self._step_s(job)
         self._columns.ttft_s[job.number] = ttft_s
-        if self._columns.second_token_s is not None:
+        if self._columns.first_from_prefill:
             self._columns.last_token_s[job.number] = ttft_s
             if job.left_tokens > 1:
                 self._tell_next(job, ttft_s + self._step_s(job))
@@ -74,44 +75,27 @@ class Answers:
         columns.ttft_s[number] = self._after_arrival_s(job) + rtt_s
         columns.last_token_s[number] = columns.ttft_s[number]
         columns.prefilled_first[number] = 1
-        if job.left_tokens:
-            return False
-        self.end_early(job)
-        return True
-
-    def tell_gap(self, number: int, gap_s: float) -> None:
-        """So long a client waited from one token to the next."""
-        longest_s = self._columns.longest_gap_s
-        # Without one it is NaN, which is less than nothing.
-        if not longest_s[number] >= gap_s:
-            longest_s[number] = gap_s
+        if not job.left_tokens:
+            # No decode instance has written any.
+            self._leave(job, columns.ttft_s[number])
+        return not job.left_tokens
 
     def break_off(self, job: Job) -> None:
         """Its decode instance is gone: the client has what was written until now."""
-        if self._columns.second_token_s is not None:
+        if self._columns.first_from_prefill:
             self._columns.last_token_s[job.number] = self._after_arrival_s(job)
 
-    def end_early(self, job: Job) -> None:
-        """The latest token was the last one, and no decode instance has written any."""
-        self._columns.e2e_s[job.number] = self._columns.last_token_s[job.number]
-        view = job.target.view
-        view.in_flight -= 1
-        view.decoding -= 1
-        self._count(job)
-
     def _tell_next(self, job: Job, at_s: float) -> None:
-        """The first token of a decode instance, so long after the arrival."""
-        number = job.number
-        self.tell_gap(number, max(at_s - self._columns.last_token_s[number], 0.0))
-        self._tell_second(number, at_s)
-
-    def _tell_second(self, number: int, at_s: float) -> None:
-        """A token behind the first one comes so long after the arrival."""
-        second_s = self._columns.second_token_s
-        assert second_s is not None
+        """The first token of a decode instance, so long after the arrival; the others come a step apart."""
+        columns, number = self._columns, job.number
+        longest_s, second_s = columns.longest_gap_s, columns.second_token_s
+        gap_s = max(at_s - columns.last_token_s[number], 0.0)
+        # Without one it is NaN, which is less than nothing.
+        if not longest_s[number] >= gap_s:
+            longest_s[number] = gap_s
         if second_s[number] != second_s[number]:
             second_s[number] = at_s
-        self._columns.last_token_s[number] = at_s
+        columns.last_token_s[number] = at_s
 
     def _after_arrival_s(self, job: Job) -> float:
         """From the request's arrival to now, with what comes beside the work itself."""
@@ -127,16 +111,17 @@ class Answers:
 
     def end(self, job: Job) -> None:
         """A request has its last token, and leaves."""
-        target = job.target
-        target.answered(self._events.now_s - job.slot_since_s)
-        view = target.view
+        cluster = job.target.cluster
+        # What anybody sees of an engine.
+        cluster.slot_s = learnt_slot_s(cluster.slot_s, 1, self._events.now_s - job.slot_since_s)
+        behind_s = self._behind_s.pop(job.number, 0.0) if self._behind_s else 0.0
+        self._leave(job, self._after_arrival_s(job) + behind_s)
+
+    def _leave(self, job: Job, e2e_s: float) -> None:
+        self._columns.e2e_s[job.number] = e2e_s
+        view = job.target.view
         view.in_flight -= 1
         view.decoding -= 1
-        behind_s = self._behind_s.pop(job.number, 0.0) if self._behind_s else 0.0
-        self._columns.e2e_s[job.number] = self._after_arrival_s(job) + behind_s
-        self._count(job)
-
-    def _count(self, job: Job) -> None:
         del self._open[job.number]
         self.count += 1
         self.tokens += job.left_tokens

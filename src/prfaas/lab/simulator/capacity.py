@@ -4,7 +4,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from heapq import merge
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -124,18 +125,16 @@ class Interrupted:
 
     def changes(self, rng: np.random.Generator) -> Iterator[tuple[float, float]]:
         """The pieces of `process`, at 0 within outages."""
-        ends = sorted(
-            (at_s, change) for start_s, end_s in self.outages for at_s, change in ((start_s, 1), (end_s, -1))
-        )
-        cuts, now_bits_per_s = 0, 0.0
-        for at_s, bits_per_s in chain(self.process.changes(rng), [(math.inf, 0.0)]):
-            while ends and ends[0][0] < at_s:
-                cut_s, change = ends.pop(0)
-                cuts += change
-                yield cut_s, 0.0 if cuts else now_bits_per_s
-            now_bits_per_s = bits_per_s
-            if at_s < math.inf:
-                yield at_s, 0.0 if cuts else now_bits_per_s
+        starts, ends = zip(*self.outages, strict=True)
+        cuts = sorted([(at_s, True, 1.0) for at_s in starts] + [(at_s, True, -1.0) for at_s in ends])
+        pieces = ((at_s, False, bits_per_s) for at_s, bits_per_s in self.process.changes(rng))
+        cut, now_bits_per_s = 0.0, 0.0
+        for at_s, is_cut, value in merge(pieces, cuts):
+            if is_cut:
+                cut += value
+            else:
+                now_bits_per_s = value
+            yield at_s, 0.0 if cut else now_bits_per_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from array import array
 
-_NOT_A_NUMBER = float("nan")
+_NEVER = array("d", [float("nan")])
 
 REFUSED = "refused"
 """The reason of requests that would have waited too long (`Scenario.queue_limit_s`); they have no times."""
@@ -25,7 +25,7 @@ class Columns:
         self.hit_tokens = array("i")
         self.link_bytes = array("d")
         self.offloaded = array("b")
-        self.reason = array("b")  # index into `reasons`
+        self.reason = array("b")  # index into `reason_codes`
         self.retries = array("b")
         self.reason_codes: dict[str, int] = {}
         # Of the hit tokens, those that came from pools, by tier; no columns without pools.
@@ -33,29 +33,30 @@ class Columns:
         # Whose first token came from the prefill; the times of every second token and of the latest one that is known;
         # the longest gap between known ones.
         self.prefilled_first = array("b")
-        self.second_token_s = array("d") if first_from_prefill else None
-        self.last_token_s, self.longest_gap_s = array("d"), array("d")
+        self.first_from_prefill = first_from_prefill
+        self.second_token_s, self.last_token_s, self.longest_gap_s = array("d"), array("d"), array("d")
 
     def grow(self, count: int) -> None:
         """Room for `count` more requests."""
-        for times in (self.ttft_s, self.e2e_s, self.prefill_from_s, self.prefill_to_s, self.kv_there_s):
-            times.extend([_NOT_A_NUMBER] * count)
-        for column in (self.uncached_tokens, self.hit_tokens, self.link_bytes, self.offloaded, self.reason):
+        times = [self.ttft_s, self.e2e_s, self.prefill_from_s, self.prefill_to_s, self.kv_there_s]
+        counts = [
+            *self.tier_tokens.values(),
+            self.uncached_tokens,
+            self.hit_tokens,
+            self.offloaded,
+            self.reason,
+            self.retries,
+        ]
+        if self.first_from_prefill:
+            times += [self.second_token_s, self.last_token_s, self.longest_gap_s]
+            counts.append(self.prefilled_first)
+        for each in times:
+            each.extend(_NEVER * count)
+        self.link_bytes.frombytes(bytes(self.link_bytes.itemsize * count))
+        for column in counts:
             column.frombytes(bytes(column.itemsize * count))
-        for tokens in self.tier_tokens.values():
-            tokens.frombytes(bytes(tokens.itemsize * count))
-        self.retries.frombytes(bytes(count))
         for instances in (self.prefilled_on, self.decoded_on):
             instances.extend([-1] * count)
-        if self.second_token_s is not None:
-            for times in (self.second_token_s, self.last_token_s, self.longest_gap_s):
-                times.extend([_NOT_A_NUMBER] * count)
-            self.prefilled_first.frombytes(bytes(count))
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """The reasons that the column `reason` counts from 0."""
-        return tuple(self.reason_codes)
 
     def code(self, reason: str) -> int:
         """The number of a reason, a new one if it was not seen before."""

@@ -18,7 +18,7 @@ from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, prefill
 from prfaas.core.scheduling.rebalancing import Rebalancer, missed_prefix
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import SETTLE_S, Reason, ThresholdOptimiser
-from prfaas.core.workload.lengths import LengthDistribution, WorkloadError
+from prfaas.core.workload.lengths import WorkloadError
 from prfaas.lab.simulator.instance import Job
 from prfaas.lab.simulator.world import World
 
@@ -124,15 +124,9 @@ class SlowLoops:
         self._search("periodic")
 
     def _search(self, reason: Reason) -> None:
-        world = self._world
-        now_s = world.events.now_s
-        lengths = world.window.lengths(now_s)
-        if lengths is None or self.is_over:
-            return
-        self._learn_outputs()
-        try:
-            problem = self._problem(lengths, self._output_tokens)
-        except (PlanError, WorkloadError):
+        world, now_s = self._world, self._world.events.now_s
+        problem = None if self.is_over else self._problem()
+        if problem is None:
             return
         thresholds = world.view.threshold_tokens
         change = self._optimiser.propose(
@@ -155,22 +149,24 @@ class SlowLoops:
         world = self._world
         now_s = world.events.now_s
         world.events.at(now_s + self._scenario.control.allocation_period_s, self._allocate)
-        loads = self._utilisation.loads(now_s)
-        self._learn_outputs()
-        lengths = world.window.lengths(now_s)
-        if lengths is None or self._conversions.is_busy:
+        loads, problem = self._utilisation.loads(now_s), self._problem()
+        if problem is None or self._conversions.is_busy:
             return
+        count = world.window.count(now_s)
         try:
-            problem = self._problem(lengths, self._output_tokens)
-            count = world.window.count(now_s)
             conversion = self._allocator.decide(loads, problem, now_s, sample_count=count)
-        except (PlanError, WorkloadError):
+        except PlanError:
             return
         if conversion is not None:
             self._conversions.begin(conversion.instance, conversion.to_role, conversion.reason)
 
-    def _problem(self, lengths: LengthDistribution, output_tokens: float) -> PlanProblem:
+    def _problem(self) -> PlanProblem | None:
+        """What the planner has to solve now; None: nothing is known of prompts, or no plan is possible."""
         world = self._world
+        lengths = world.window.lengths(world.events.now_s)
+        if lengths is None:
+            return None
+        self._learn_outputs()
         clusters = []
         for cluster in self._scenario.clusters:
             view = world.view.clusters[cluster.name]
@@ -195,7 +191,10 @@ class SlowLoops:
             )
             for link in world.view.links.values()
         ]
-        return problem_now(clusters, links, lengths, output_tokens, self._kv_bytes)
+        try:
+            return problem_now(clusters, links, lengths, self._output_tokens, self._kv_bytes)
+        except (PlanError, WorkloadError):
+            return None
 
     def _learn_outputs(self) -> None:
         ended = self._world.answers

@@ -1,5 +1,6 @@
 """The event loop: a heap of callbacks on a simulated clock."""
 
+import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
@@ -12,16 +13,19 @@ class Events:
     """Callbacks in the order of their times; equal times in the order in which they were asked for."""
 
     heap: list[Entry]
-    """(time, number, callback, argument); the code that runs the loop may work on it directly."""
+    """(time, number, callback, argument); code in a hurry may put its own."""
     now_s: float
     """The simulated time, from 0 on."""
     number: int
     """Events that were asked for so far."""
+    watch: Callable[[], None] | None
+    """Called after each of them."""
 
     def __init__(self) -> None:
         self.heap = []
         self.now_s = 0.0
         self.number = 0
+        self.watch = None
 
     def at(self, time_s: float, callback: Callback, argument: Any = None) -> None:
         """Call `callback(argument)` at `time_s`, which must not be in the past."""
@@ -30,9 +34,11 @@ class Events:
 
     def run(self, until_s: float) -> None:
         """Everything up to and including `until_s`, where the clock is left (or at the last event, for infinity)."""
-        heap = self.heap
+        heap, watch = self.heap, self.watch
         while heap and heap[0][0] <= until_s:
             self.now_s, _, callback, argument = heappop(heap)
             callback(argument)
-        if until_s != float("inf"):
-            self.now_s = max(self.now_s, until_s)
+            if watch is not None:
+                watch()
+        if self.now_s < until_s < math.inf:
+            self.now_s = until_s

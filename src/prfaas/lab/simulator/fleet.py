@@ -18,7 +18,7 @@ from prfaas.lab.simulator.link import FluidLink
 from prfaas.lab.simulator.monitored_link import MonitoredLink
 from prfaas.lab.simulator.scenario import Scenario, instance_names
 from prfaas.lab.simulator.simulated_cluster import SimulatedCluster
-from prfaas.lab.simulator.token_clock import ContextClock, TokenClock
+from prfaas.lab.simulator.token_clock import StepGrowth, TokenClock
 from prfaas.lab.simulator.transfer import KvMoves
 
 JobCallback = Callable[[Job], None]
@@ -83,18 +83,8 @@ def _decode_batch_of(
     """That of one instance; None where nothing decodes."""
     if cluster.decode_step_s is None:
         return None
-    if not cluster.context_s:
-        return TokenClock(events, cluster.decode_step_s, cluster.decode_slots, started, done)
-    return ContextClock(
-        events,
-        cluster.decode_step_s,
-        cluster.decode_slots,
-        started,
-        done,
-        context_of=lambda job: job.tokens,
-        context_s=cluster.context_s,
-        measured_tokens=cluster.measured_context_tokens,
-    )
+    growth = StepGrowth(cluster.context_s, cluster.measured_context_tokens)
+    return TokenClock(events, cluster.decode_step_s, cluster.decode_slots, started, done, growth)
 
 
 def view_of(scenario: Scenario, kv: KvFacts) -> View:
@@ -155,7 +145,7 @@ def _group_of(cluster: SimulatedCluster, number: int) -> tuple[str, ...]:
 
 
 def _facts(model: KvModel | None) -> KvFacts | None:
-    return None if model is None else KvMoves(model).facts
+    return None if model is None else KvFacts.of_model(model)
 
 
 def usual_curves(scenario: Scenario) -> dict[str, ServiceCurve]:

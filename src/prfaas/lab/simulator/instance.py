@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from prfaas.core.scheduling.decision import Decision
-from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.view import ClusterView, InstanceView
 from prfaas.lab.simulator.machine_pool import LoadedBytes
@@ -95,16 +94,6 @@ class Job:
     """Given up; another attempt took its place."""
     is_lost: bool = field(init=False, default=False)
     """Its prefill was lost with its instance."""
-
-    def hold_back(self) -> None:
-        """Keep its last bytes back until the end of the step that it shares."""
-        if self.link is not None and self.transfer is not None:
-            self.link.fluid.hold(self.transfer)
-
-    def send_held(self) -> None:
-        """Send the bytes that were held back."""
-        if self.link is not None and self.transfer is not None:
-            self.link.fluid.release(self.transfer)
 
     def leave_link(self, now_s: float) -> None:
         """Nothing more of it is sent."""
@@ -296,10 +285,6 @@ class Engine:
         left_s = self.free_at_s - now_s + self.waiting_s
         late_s = rest_s + self.chunk_s if left_s > rest_s else left_s
         return late_s, late_s - self.chunk_s * min(left_s / step_s, 1.0)
-
-    def answered(self, slot_s: float) -> None:
-        """An answer has ended that kept its decode slot for so long: what anybody sees of an engine."""
-        self.cluster.slot_s = learnt_slot_s(self.cluster.slot_s, 1, slot_s)
 
     def busy_s(self, now_s: float) -> float:
         """Seconds of prefill done so far."""

@@ -1,10 +1,8 @@
 """Partial transfers of prefills that fail: how much has arrived, and which instance goes on from there."""
 
 from prfaas.core.link.checkpoints import checkpoint_count, checkpoint_every_tokens
-from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
-from prfaas.core.scheduling.policy import Policy
+from prfaas.core.scheduling.decision import Decision, Route
 from prfaas.core.scheduling.preemption import goes_on_at_decode
-from prfaas.core.scheduling.view import View
 from prfaas.lab.simulator.instance import Job, JobStage
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.transfer import KvMoves
@@ -23,9 +21,10 @@ class KeptTransfers:
 
     def checkpoint_bytes(self, job: Job, link_bits_per_s: float) -> int:
         """Bytes of the state snapshots that a prefill sends which begins now; the job gets their size and spacing."""
-        engine, size_bytes = job.engine, self._kv_of(job).facts.checkpoint_bytes
         if not self._are_kept:
             return 0
+        engine, kv = job.engine, self._kv if job.link is None else job.link.kv
+        size_bytes = kv.facts.checkpoint_bytes
         job.every_tokens = checkpoint_every_tokens(
             job.computed_tokens,
             engine.after_prefix_s(job.computed_tokens, job.tokens - job.computed_tokens),
@@ -37,11 +36,24 @@ class KeptTransfers:
         job.checkpoint_bytes = size_bytes * self._count(job)
         return job.checkpoint_bytes
 
-    def policy(self, job: Job, now_s: float, *, is_preempted: bool) -> Policy | None:
-        """Has the decode instance go on from what has come of a job; None where another one begins again."""
-        tokens = self.tokens(job, now_s)
-        return (
-            _GoesOn(job, tokens) if goes_on_at_decode(tokens, job.tokens, is_preempted=is_preempted) else None
+    def decision(self, job: Job, now_s: float, *, is_preempted: bool) -> Decision | None:
+        """The decode instance goes on from what has come of a job; None where another one begins again."""
+        kept_tokens = self.tokens(job, now_s)
+        if not goes_on_at_decode(kept_tokens, job.tokens, is_preempted=is_preempted):
+            return None
+        before, left_tokens = job.decision, job.tokens - kept_tokens
+        return Decision(
+            route=Route.LOCAL,
+            prefill=before.decode,
+            decode=before.decode,
+            uncached_tokens=before.uncached_tokens,
+            prefill_tokens=left_tokens,
+            skip_tokens=0,
+            kv_bytes=0,
+            reason="kept",
+            threshold_tokens=before.threshold_tokens,
+            predicted_ttft_s=job.target.after_prefix_s(left_tokens, kept_tokens),
+            num_tokens=job.tokens,
         )
 
     def tokens(self, job: Job, now_s: float) -> int:
@@ -76,37 +88,8 @@ class KeptTransfers:
         come = min(int(sent_bytes / (token_bytes * job.every_tokens + each_bytes)), count)
         return first_tokens + come * job.every_tokens if come > 0 else 0
 
-    def _kv_of(self, job: Job) -> KvMoves:
-        return self._kv if job.link is None else job.link.kv
-
     def _count(self, job: Job) -> int:
         return checkpoint_count(job.every_tokens, job.tokens - 1 - _first_token(job))
-
-
-class _GoesOn:
-    """Decides, whatever the view says, that the decode instance computes the rest."""
-
-    def __init__(self, job: Job, kept_tokens: int) -> None:
-        self._job = job
-        self._kept_tokens = kept_tokens
-
-    def decide(self, request: RoutingRequest, view: View) -> Decision:
-        """Route to the decode instance, as the gateway does without asking the policy."""
-        before, left_tokens = self._job.decision, request.num_tokens - self._kept_tokens
-        target = view.clusters[self._job.target.cluster.name]
-        return Decision(
-            route=Route.LOCAL,
-            prefill=before.decode,
-            decode=before.decode,
-            uncached_tokens=before.uncached_tokens,
-            prefill_tokens=left_tokens,
-            skip_tokens=0,
-            kv_bytes=0,
-            reason="kept",
-            threshold_tokens=before.threshold_tokens,
-            predicted_ttft_s=target.after_prefix_s(left_tokens, self._kept_tokens),
-            num_tokens=request.num_tokens,
-        )
 
 
 def _first_token(job: Job) -> int:

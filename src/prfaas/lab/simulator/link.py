@@ -97,7 +97,7 @@ class FluidLink:
         # As of _at_s, and valid until the next event:
         self._at_s = events.now_s
         self._sent_bits = 0.0
-        self._rate_bits_per_s = 0.0
+        self.rate_bits_per_s = 0.0
         self._take_changes(events.now_s)
 
     @property
@@ -111,19 +111,14 @@ class FluidLink:
         return self._capacity_bits_per_s
 
     @property
-    def rate_bits_per_s(self) -> float:
-        """The rate at which bits are sent now."""
-        return self._rate_bits_per_s
-
-    @property
     def is_full(self) -> bool:
         """True if transfers wait and all of the capacity is used."""
-        return self._foreground.is_late and self._rate_bits_per_s >= _NEARLY * self._capacity_bits_per_s
+        return self._foreground.is_late and self.rate_bits_per_s >= _NEARLY * self._capacity_bits_per_s
 
     @property
     def sent_bits(self) -> float:
         """All that was sent so far, of cancelled transfers too."""
-        return self._sent_bits + self._rate_bits_per_s * (self._events.now_s - self._at_s)
+        return self._sent_bits + self.rate_bits_per_s * (self._events.now_s - self._at_s)
 
     @property
     def residual_bytes(self) -> float:
@@ -179,7 +174,7 @@ class FluidLink:
         if foreground.is_late or self._background.is_late or rate > self._capacity_bits_per_s:
             self._share(now_s)
         else:
-            self._rate_bits_per_s = rate
+            self.rate_bits_per_s = rate
         if ends_by_itself:
             self._events.at(now_s + prefill_s, self.end_production, transfer)
         return transfer
@@ -355,7 +350,7 @@ class FluidLink:
     def _advance(self, now_s: float) -> None:
         passed_s = now_s - self._at_s
         self._at_s = now_s
-        self._sent_bits += self._rate_bits_per_s * passed_s
+        self._sent_bits += self.rate_bits_per_s * passed_s
         for queue in self._late_queues:
             head = queue.head
             if head is not None:
@@ -364,7 +359,7 @@ class FluidLink:
     def _share(self, now_s: float) -> None:
         """Divide the capacity from now on, and put an event for when that changes."""
         if not self._active:
-            self._rate_bits_per_s = 0.0
+            self.rate_bits_per_s = 0.0
             self._sent_bits = self._accepted_bits  # without the rounding of many sums
             return
         foreground, capacity = self._foreground, self._capacity_bits_per_s
@@ -376,7 +371,7 @@ class FluidLink:
         if background.is_late:
             next_s = min(next_s, background.serve(max(capacity - rate, 0.0), now_s))
             rate += background.rate_bits_per_s
-        self._rate_bits_per_s = rate
+        self.rate_bits_per_s = rate
         # An event that comes too early will put another.
         if next_s < self._armed_s:
             self._armed_s = next_s = next_s if next_s > now_s else now_s

@@ -62,17 +62,15 @@ class _Tier:
         self.policy = policy
         self.pages: set[int] = set()
 
-    def put(
-        self, page: int, size_bytes: int, group: int, parent: int | None, may_go: Callable[[int], bool]
-    ) -> bool:
-        """Hold a page, or use it again; False if there is no room, however much goes."""
+    def put(self, page: int, size_bytes: int, group: int, parent: int | None, used: set[int]) -> bool:
+        """Hold a page, or use it again; False if there is no room, however much goes of what is not in use."""
         if page in self.pages:
             self.policy.touched(page)
             return True
         if size_bytes > self.capacity_bytes and not self.pages:
             return False  # without asking what could go: many machines have no SSD
         while self.policy.used_bytes + size_bytes > self.capacity_bytes:
-            victim = self.policy.victim(may_go)
+            victim = self.policy.victim(lambda each: each not in used)
             if victim is None:
                 return False
             self.pages.remove(victim)
@@ -113,11 +111,10 @@ class MachinePool:
             KvGroup(_ATTENTION, GroupKind.FULL, block_tokens, 0),
             KvGroup(_STATE, GroupKind.STATE, block_tokens, 0),
         )
-
-        def tier(capacity_bytes: int) -> _Tier:
-            return _Tier(capacity_bytes, eviction_policy(options.eviction, groups, recompute_s))
-
-        self._memory, self._ssd = tier(options.memory_bytes), tier(options.ssd_bytes)
+        self._memory, self._ssd = (
+            _Tier(capacity_bytes, eviction_policy(options.eviction, groups, recompute_s))
+            for capacity_bytes in (options.memory_bytes, options.ssd_bytes)
+        )
 
     @property
     def memory_bytes(self) -> int:
@@ -155,7 +152,7 @@ class MachinePool:
         start, end = start_tokens // self._block_tokens, end_tokens // self._block_tokens
         pages = self._chain(blocks, end)
         used = {page for page, _, _, _ in pages}
-        from_ssd = {0: 0, 1: 0}
+        from_ssd = {_ATTENTION: 0, _STATE: 0}
         for place, (page, size, group, parent) in enumerate(pages):
             if page in self._ssd.pages:
                 self._ssd.policy.touched(page)
@@ -164,7 +161,7 @@ class MachinePool:
                 self._memory.policy.touched(page)
             elif is_loaded:
                 from_ssd[group] += 1
-                self._memory.put(page, size, group, parent, lambda each: each not in used)
+                self._memory.put(page, size, group, parent, used)
         ssd_blocks, ssd_states = from_ssd.values()
         ssd_bytes = ssd_blocks * self._block_bytes + ssd_states * self._state_bytes
         loaded_bytes = (end - start) * self._block_bytes + self._state_bytes
@@ -195,16 +192,12 @@ class MachinePool:
         pages = self._chain(blocks, end, states if self._state_bytes else set())
         used = {page for page, _, _, _ in pages}
         memory, ssd = self._memory, self._ssd
-
-        def may_go(page: int) -> bool:
-            return page not in used
-
         for page, size, group, parent in pages:
             if page in ssd.pages and page not in memory.pages:
                 ssd.policy.touched(page)
                 continue
-            if memory.put(page, size, group, parent, may_go):
-                ssd.put(page, size, group, parent, may_go)
+            if memory.put(page, size, group, parent, used):
+                ssd.put(page, size, group, parent, used)
             elif group == _ATTENTION:
                 return
 

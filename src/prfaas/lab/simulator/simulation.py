@@ -3,7 +3,6 @@
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from heapq import heappop
 from itertools import chain
 from typing import Any
 
@@ -81,6 +80,8 @@ def simulate(
     if first is None:
         raise ValueError("there is no request to simulate")
     world = World(scenario, np.random.default_rng(seed), first.block_tokens)
+    if on_event is not None:
+        world.events.watch = lambda: on_event(world)
     loops = SlowLoops(world)
     copies = None if world.pools is None else HotCopies(world, first.block_tokens)
     Faults(world)
@@ -92,14 +93,16 @@ def simulate(
     gc.disable()
     try:
         for chunk in chain([first], chunks):
-            _feed(world, chunk, count, on_event)
+            _feed(world, chunk, count)
             count += len(chunk)
             # Not its blocks, which are most of a chunk.
             arrived.append((chunk.arrival_s, chunk.input_tokens, chunk.output_tokens, chunk.own))
             if progress is not None:
                 progress(count)
         loops.is_over = True
-        _finish(world, on_event)
+        while world.open:
+            # The sampler of the series is always in the heap.
+            world.events.run(world.events.heap[0][0])
         series.is_over = True
     finally:
         if was_collecting:
@@ -108,10 +111,9 @@ def simulate(
     return _result(world, arrived, series, changes, warmup_share)
 
 
-def _feed(world: World, chunk: RequestChunk, start: int, on_event: Callable[[World], None] | None) -> None:
+def _feed(world: World, chunk: RequestChunk, start: int) -> None:
     world.columns.grow(len(chunk))
     events, arrive = world.events, world.arrive
-    heap = events.heap
     are_kept = world.caches is not None or world.pools is not None
     blocks = chunk.block_ids.tolist() if are_kept else None
     starts = chunk.block_starts.tolist()
@@ -119,26 +121,11 @@ def _feed(world: World, chunk: RequestChunk, start: int, on_event: Callable[[Wor
         chunk.arrival_s.tolist(), chunk.input_tokens.tolist(), chunk.output_tokens.tolist(), strict=True
     )
     for index, (arrival_s, tokens, answer_tokens) in enumerate(columns):
-        # The sampler of the series is always in the heap.
-        while heap[0][0] <= arrival_s:
-            events.now_s, _, callback, argument = heappop(heap)
-            callback(argument)
-            if on_event is not None:
-                on_event(world)
-        events.now_s = arrival_s
+        events.run(arrival_s)
         own = _NO_BLOCKS if blocks is None else blocks[starts[index] : starts[index + 1]]
         arrive(start + index, tokens, answer_tokens, own)
-        if on_event is not None:
-            on_event(world)
-
-
-def _finish(world: World, on_event: Callable[[World], None] | None) -> None:
-    events = world.events
-    while world.open:
-        events.now_s, _, callback, argument = heappop(events.heap)
-        callback(argument)
-        if on_event is not None:
-            on_event(world)
+        if events.watch is not None:
+            events.watch()
 
 
 def _limited(
@@ -177,7 +164,7 @@ def _result(
     ttft_s, e2e_s = np.array(columns.ttft_s), np.array(columns.e2e_s)
     after_first = np.maximum(outputs - 1, 1) if scenario.overheads.first_step else outputs
     second_token_s = longest_gap_s = None
-    if columns.second_token_s is not None:
+    if columns.first_from_prefill:
         second_token_s, longest_gap_s = np.array(columns.second_token_s), np.array(columns.longest_gap_s)
         # The decode instance had one token less to write.
         after_first = np.where(columns.prefilled_first, np.maximum(outputs - 1, 1), after_first)
@@ -199,7 +186,7 @@ def _result(
         tier_tokens={tier: np.array(tokens, dtype=np.int64) for tier, tokens in columns.tier_tokens.items()},
         offloaded=np.array(columns.offloaded, dtype=bool),
         reason=np.array(columns.reason, dtype=np.int64),
-        reasons=columns.reasons,
+        reasons=tuple(columns.reason_codes),
         retries=np.array(columns.retries, dtype=np.int64),
         link_bytes=np.array(columns.link_bytes),
         counted=arrival_s >= start_s,

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prfaas.lab.simulator.instance import Engine
-from prfaas.lab.simulator.monitored_link import MonitoredLink
 from prfaas.lab.simulator.simulated_cluster import SimulatedCluster
 from prfaas.lab.simulator.world import World
 
@@ -32,7 +31,10 @@ class TimeSeries:
         self._clusters = [
             _ClusterCourse(world, cluster, self._totals, self._levels) for cluster in world.scenario.clusters
         ]
-        self._links = [_LinkCourse(link, self._totals, self._levels) for link in world.links.values()]
+        self._links = [link.fluid for link in world.links.values()]
+        for link in self._links:
+            self._totals[f"sent_bits_{link.name}"] = array("d")
+            self._levels[f"capacity_bits_per_s_{link.name}"] = array("d")
         self._sample(None)
 
     def _sample(self, _argument: object) -> None:
@@ -43,17 +45,15 @@ class TimeSeries:
         for cluster in self._clusters:
             cluster.sample(now_s)
         for link in self._links:
-            link.sample()
+            self._totals[f"sent_bits_{link.name}"].append(link.sent_bits)
+            self._levels[f"capacity_bits_per_s_{link.name}"].append(link.capacity_bits_per_s)
         if len(self.times) > MOST_SAMPLES:
-            self._halve()
+            # In place: each column is known where it is filled.
+            for values in (self.times, *self._totals.values(), *self._levels.values()):
+                del values[1::2]
+            self.period_s *= 2
         if not self.is_over:
             world.events.at(now_s + self.period_s, self._sample)
-
-    def _halve(self) -> None:
-        # In place: each column is known where it is filled.
-        for values in (self.times, *self._totals.values(), *self._levels.values()):
-            del values[1::2]
-        self.period_s *= 2
 
     def arrays(self, end_s: float) -> dict[str, NDArray[np.float64]]:
         """By name, one value per sample after the first, up to `end_s`."""
@@ -137,16 +137,3 @@ class _ClusterCourse:
         )
         self._decode_queue.append(sum([clock.waiting for clock in clocks]))
         self._threshold.append(self._thresholds.get(self._name, float("inf")))
-
-
-class _LinkCourse:
-    """The columns of one link."""
-
-    def __init__(self, link: MonitoredLink, totals: _Columns, levels: _Columns) -> None:
-        self._fluid = link.fluid
-        self._sent_bits = totals[f"sent_bits_{link.fluid.name}"] = array("d")
-        self._capacity = levels[f"capacity_bits_per_s_{link.fluid.name}"] = array("d")
-
-    def sample(self) -> None:
-        self._sent_bits.append(self._fluid.sent_bits)
-        self._capacity.append(self._fluid.capacity_bits_per_s)

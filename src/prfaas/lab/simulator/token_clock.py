@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
@@ -13,12 +14,26 @@ _SLACK_S = 1e-9
 _SLACK = 1e-15
 
 
+@dataclass(frozen=True, slots=True)
+class StepGrowth:
+    """How a decode step grows with what its requests have in the KV cache: prompts, and answers so far."""
+
+    token_s: float = 0.0
+    """Seconds that a step takes longer per token of context in the batch."""
+    measured_tokens: float = 0.0
+    """The context per request at which steps were measured."""
+
+
 class TokenClock:
-    """Requests in `slots` slots, first come, first served, each at 1 token per `step_s(batch)` seconds.
+    """Requests in `slots` slots, first come, first served, each at 1 token per step.
 
     Steps are a fluid: a token of a batch that changes halfway is half of the one step and half of the other. All
     members move at the same rate, so one number, the tokens that a member from the start would have, gives the
     progress of all, and only joining and leaving are events.
+
+    While nobody joins or leaves, contexts grow by one token a step. With n members, r steps per second now and k
+    `growth.token_s`, t tokens of each take t / r + k · n · t² / 2 seconds; the inverse is
+    2 x r / (1 + √(1 + 2 k n x r²)) tokens in x seconds.
 
     Args:
         events: The simulated clock.
@@ -26,9 +41,10 @@ class TokenClock:
         slots: Requests that decode together.
         started: Called with a request's argument when it has its slot; may join others.
         done: Called with a request's argument when its tokens are out; may join others.
+        growth: Of steps, with contexts.
 
     Raises:
-        ValueError: no slot, or a step that takes no time or for ever.
+        ValueError: no slot, a step that takes no time or for ever, or one that takes less than its contexts do.
     """
 
     def __init__(
@@ -38,6 +54,7 @@ class TokenClock:
         slots: int,
         started: Callable[[Any], None],
         done: Callable[[Any], None],
+        growth: StepGrowth = StepGrowth(),
     ) -> None:
         if slots < 1:
             raise ValueError(f"A decode instance has at least one slot, not {slots}.")
@@ -45,21 +62,30 @@ class TokenClock:
         self._slots = slots
         self._started = started
         self._done = done
-        self._steps_s = [math.inf]  # over the batch
+        self._context_s = growth.token_s
+        self._bare_s = [math.inf]  # a step over the batch, without any context
         for batch in range(1, slots + 1):
             seconds = float(step_s(batch))
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ValueError(
                     f"A decode step takes more than 0 s and not for ever: {seconds:g} s at {batch}."
                 )
-            self._steps_s.append(seconds)
+            contexts_s = growth.token_s * batch * growth.measured_tokens
+            if not seconds > contexts_s:
+                raise ValueError(
+                    f"A decode step of {batch} takes {seconds:g} s; contexts of {growth.measured_tokens:g} tokens "
+                    f"can't take {contexts_s:g} s of it."
+                )
+            self._bare_s.append(seconds - contexts_s)
         self._chunk_s = 0.0
         self.batch = 0
         self._tokens = 0.0  # what a member from the start would have at _at_s
+        self._contexts = 0.0  # tokens of all members at _at_s
         self._at_s = events.now_s
         self._busy_slot_s = 0.0
-        self._members: list[tuple[float, int, Any]] = []  # heap of (_tokens at its end, number, argument)
-        self._queue: deque[tuple[int, float, Any]] = deque()
+        # Heap of _tokens at its end, number, its context less _tokens, which stays as it is, and argument.
+        self._members: list[tuple[float, int, float, Any]] = []
+        self._queue: deque[tuple[int, float, float, Any]] = deque()
         self._number = 0
         self._armed_s = math.inf
         # Bound once: every event would make another.
@@ -75,20 +101,19 @@ class TokenClock:
         """Slot-seconds used so far: the batch, integrated over time."""
         return self._busy_slot_s + self.batch * (self._events.now_s - self._at_s)
 
-    def join(self, tokens: float, argument: Any = None) -> None:
-        """Give a request of so many tokens a slot now, or after those who wait."""
+    def join(self, tokens: float, argument: Any = None, context: float = 0.0) -> None:
+        """Give a request of so many tokens, behind a context, a slot now, or after those who wait."""
         self._number = number = self._number + 1
         if self.batch >= self._slots or self._queue:
-            self._queue.append((number, tokens, argument))
+            self._queue.append((number, tokens, context, argument))
         else:
-            self._enter(number, tokens, argument)
+            self._enter(number, tokens, context, argument)
 
     def lengthen(self, chunk_s: float) -> None:
         """Every step takes so much longer from now on, for what else is computed in it. What is done stays done."""
         self._advance()
         self._chunk_s = chunk_s
-        if self.batch:
-            self._arm()
+        self._arm()
 
     def drop_all(self) -> list[tuple[Any, float]]:
         """Take out all requests, because the instance is gone; none is called back.
@@ -98,39 +123,27 @@ class TokenClock:
         """
         self._advance()
         members = sorted(self._members, key=lambda member: member[1])
-        here = [(argument, max(end - self._tokens, 0.0)) for end, _, argument in members]
-        here += [(argument, tokens) for _, tokens, argument in self._queue]
+        here = [(argument, max(end - self._tokens, 0.0)) for end, _, _, argument in members]
+        here += [(argument, tokens) for _, tokens, _, argument in self._queue]
         self._members.clear()
         self._queue.clear()
         self.batch = 0
-        self._tokens = 0.0
         self._armed_s = math.inf
         return here
 
-    def _enter(self, number: int, tokens: float, argument: Any) -> None:
+    def _enter(self, number: int, tokens: float, context: float, argument: Any) -> None:
         if tokens <= 0:
             self._started(argument)
             self._done(argument)
             return
-        now_s = self._events.now_s
-        batch = self.batch
-        if batch:
-            passed_s = now_s - self._at_s
-            self._busy_slot_s += batch * passed_s
-            self._tokens += passed_s * self._tokens_per_s(batch)
-        else:
-            self._tokens = 0.0
-        self._at_s = now_s
-        self.batch = batch = batch + 1
+        self._advance()
+        self.batch += 1
+        self._contexts += context
         members = self._members
-        end = self._tokens + tokens
-        heappush(members, (end, number, argument))
+        heappush(members, (self._tokens + tokens, number, context - self._tokens, argument))
         # Others only get slower, and are looked at when their event comes; a new first one comes before them.
         if members[0][1] == number:
-            end_s = now_s + tokens / self._tokens_per_s(batch)
-            if end_s < self._armed_s:
-                self._armed_s = end_s
-                self._events.at(end_s, self._when_due, end_s)
+            self._arm_for(tokens)
         self._started(argument)
 
     def _wake(self, armed_s: float) -> None:
@@ -139,154 +152,48 @@ class TokenClock:
         self._armed_s = math.inf
         self._advance()
         members = self._members
-        reached = self._tokens + (_SLACK_S + armed_s * _SLACK) * self._tokens_per_s(self.batch)
+        reached = self._tokens + (_SLACK_S + armed_s * _SLACK) * self._tokens_per_s()
         finished = []
         while members and members[0][0] <= reached:
-            _, number, argument = heappop(members)
-            self._leave(number)
+            _, _, origin, argument = heappop(members)
+            self._contexts -= origin + self._tokens
+            self.batch -= 1
             finished.append(argument)
-        if finished:
-            if not self.batch:
-                self._tokens = 0.0
-            for argument in finished:
-                self._done(argument)
-            if self._queue:
-                self._admit()
-        if self.batch:
-            self._arm()
-
-    def _leave(self, _number: int) -> None:
-        """A member has all its tokens."""
-        self.batch -= 1
-
-    def _admit(self) -> None:
-        queue = self._queue
-        while queue and self.batch < self._slots:
-            self._enter(*queue.popleft())
-
-    def _arm(self) -> None:
-        members = self._members
-        if members:
-            end_s = self._at_s + (members[0][0] - self._tokens) / self._tokens_per_s(self.batch)
-            if end_s < self._armed_s:
-                self._armed_s = end_s = max(end_s, self._at_s)
-                self._events.at(end_s, self._when_due, end_s)
-
-    def _tokens_per_s(self, batch: int) -> float:
-        return 1 / (self._steps_s[batch] + self._chunk_s)
-
-    def _advance(self) -> None:
-        now_s = self._events.now_s
-        passed_s = now_s - self._at_s
-        self._busy_slot_s += self.batch * passed_s
-        self._tokens += passed_s * self._tokens_per_s(self.batch)
-        self._at_s = now_s
-
-
-class ContextClock(TokenClock):
-    """A `TokenClock` with a step of `step_s(batch) + context_s · (Σ contexts − batch · measured_tokens)` seconds.
-
-    A context is what a request has in the KV cache: its prompt, and the tokens of its answer so far. While nobody joins
-    or leaves, contexts grow by one token a step. With n members, s the seconds of a step now and k `context_s`,
-    t tokens of each take t · s + k · n · t² / 2 seconds; the inverse is 2 x / (s + √(s² + 2 k n x)) tokens in
-    x seconds. So an event is still needed only where somebody joins or leaves.
-
-    Args:
-        events: The simulated clock.
-        step_s: Seconds of a decode step over the batch, with contexts of `measured_tokens` each.
-        slots: Requests that decode together.
-        started: Called with a request's argument when it has its slot; may join others.
-        done: Called with a request's argument when its tokens are out; may join others.
-        context_of: Tokens of a request's context when it joins, from its argument.
-        context_s: Seconds that a step takes longer per token of context in the batch.
-        measured_tokens: The context per request at which `step_s` was measured.
-
-    Raises:
-        ValueError: as `TokenClock`; or contexts of `measured_tokens` would take longer than a whole step.
-    """
-
-    def __init__(
-        self,
-        events: Events,
-        step_s: Callable[[int], float],
-        slots: int,
-        started: Callable[[Any], None],
-        done: Callable[[Any], None],
-        *,
-        context_of: Callable[[Any], float],
-        context_s: float,
-        measured_tokens: float,
-    ) -> None:
-        super().__init__(events, step_s, slots, started, done)
-        self._context_of = context_of
-        self._context_s = context_s
-        self._bare_s = [0.0]  # seconds of a step over the batch without any context
-        for batch in range(1, slots + 1):
-            seconds = step_s(batch) - context_s * batch * measured_tokens
-            if not seconds > 0:
-                raise ValueError(
-                    f"A decode step of {batch} takes {step_s(batch):g} s; contexts of {measured_tokens:g} tokens "
-                    f"can't take {context_s * batch * measured_tokens:g} s of it."
-                )
-            self._bare_s.append(seconds)
-        self._contexts = 0.0  # tokens of all members, as of _at_s
-        self._origins: dict[int, float] = {}  # by number: a context less _tokens, which stays as it is
-
-    def drop_all(self) -> list[tuple[Any, float]]:
-        """Take out all requests, because the instance is gone; none is called back."""
-        dropped = super().drop_all()
-        self._origins.clear()
-        self._contexts = 0.0
-        return dropped
-
-    def _enter(self, number: int, tokens: float, argument: Any) -> None:
-        if tokens <= 0:
-            self._started(argument)
+        for argument in finished:
             self._done(argument)
-            return
-        if self.batch:
-            self._advance()
-        else:
-            self._at_s = self._events.now_s
-            self._tokens = self._contexts = 0.0
-        self.batch += 1
-        context = self._context_of(argument)
-        self._contexts += context
-        self._origins[number] = context - self._tokens
-        heappush(self._members, (self._tokens + tokens, number, argument))
+        queue = self._queue
+        while finished and queue and self.batch < self._slots:
+            self._enter(*queue.popleft())
         self._arm()
-        self._started(argument)
-
-    def _leave(self, number: int) -> None:
-        self._contexts = max(self._contexts - self._origins.pop(number) - self._tokens, 0.0)
-        self.batch -= 1
-
-    def _tokens_per_s(self, _batch: int) -> float:
-        return 1 / self._now_s
 
     def _arm(self) -> None:
-        members = self._members
-        if members:
-            left = max(members[0][0] - self._tokens, 0.0)
-            end_s = self._at_s + left * (self._now_s + self._context_s * self.batch * left / 2)
-            if end_s < self._armed_s:
-                self._armed_s = end_s
-                self._events.at(end_s, self._when_due, end_s)
+        """Put an event for the first that will have all its tokens."""
+        if self._members:
+            self._arm_for(max(self._members[0][0] - self._tokens, 0.0))
+
+    def _arm_for(self, tokens: float) -> None:
+        grown_s = self._context_s * self.batch * tokens * tokens / 2
+        end_s = self._at_s + (tokens / self._tokens_per_s() + grown_s)
+        if end_s < self._armed_s:
+            self._armed_s = end_s
+            self._events.at(end_s, self._when_due, end_s)
+
+    def _tokens_per_s(self) -> float:
+        """Of each member, as of `_at_s`."""
+        return 1 / (self._bare_s[self.batch] + self._context_s * self._contexts + self._chunk_s)
 
     def _advance(self) -> None:
         now_s, batch = self._events.now_s, self.batch
         passed_s = now_s - self._at_s
         self._at_s = now_s
         if not batch:
+            # Nothing is left of what was rounded.
+            self._tokens = self._contexts = 0.0
             return
         self._busy_slot_s += batch * passed_s
-        step_s = self._now_s
-        grows = 2 * self._context_s * batch * passed_s
-        tokens = 2 * passed_s / (step_s + math.sqrt(step_s * step_s + grows))
+        rate = self._tokens_per_s()
+        tokens = passed_s * rate
+        if self._context_s:
+            tokens *= 2 / (1 + math.sqrt(1 + 2 * self._context_s * batch * tokens * rate))
         self._tokens += tokens
         self._contexts += batch * tokens
-
-    @property
-    def _now_s(self) -> float:
-        """Seconds of a step of the batch as of `_at_s`."""
-        return self._bare_s[self.batch] + self._context_s * self._contexts + self._chunk_s

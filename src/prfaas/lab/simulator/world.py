@@ -9,7 +9,7 @@ import numpy as np
 from prfaas.core.link.patience import late_after_s
 from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling.checked_policy import CheckedPolicy
-from prfaas.core.scheduling.decision import RoutingRequest
+from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.decoders import slot_free_s
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.policy import POLICIES, Policy, make_policy
@@ -92,9 +92,7 @@ class World:
             self.window.add(uncached, now_s)
         columns.uncached_tokens[number] = uncached
         columns.hit_tokens[number] = tokens - decision.prefill_tokens
-        reason = decision.reason
-        code = columns.reason_codes.get(reason)
-        columns.reason[number] = columns.code(reason) if code is None else code
+        columns.reason[number] = columns.code(decision.reason)
         if job.promised_bytes:
             columns.offloaded[number] = 1
 
@@ -110,12 +108,12 @@ class World:
 
     def restart(self, job: Job, *, anywhere: bool = False) -> None:
         """Prefill a request again, in its PD cluster or `anywhere`, or from what was kept of it, as the live system."""
-        policy = self._kept.policy(job, self.events.now_s, is_preempted=anywhere)
+        kept = self._kept.decision(job, self.events.now_s, is_preempted=anywhere)
         self._give_up(job)
         again = Job(job.number, job.arrival_s, job.tokens, job.left_tokens, job.blocks)
         again.has_first = job.has_first
         self.columns.retries[job.number] += 1
-        self._route(again, policy or (self.policy if anywhere else self._local), is_new=False)
+        self._route(again, self.policy if anywhere else self._local, is_new=False, kept=kept)
 
     def start_next(self, engine: Engine) -> None:
         """Begin the next of an instance's queue, or of its cluster's pool, if there is room."""
@@ -150,12 +148,15 @@ class World:
         for other in others:
             self.start_next(other)
 
-    def _route(self, job: Job, policy: Policy, *, is_new: bool = True) -> bool:
-        """Put a request where the policy says. False: it comes now, would wait too long, and is refused."""
+    def _route(self, job: Job, policy: Policy, *, is_new: bool = True, kept: Decision | None = None) -> bool:
+        """Put a request where the policy says, or what was `kept` of it does.
+
+        False: it comes now, would wait too long, and is refused.
+        """
         view, now_s, engines = self.view, self.events.now_s, self.engines
         view.now_s = now_s
         held = self.caches.held(job.blocks, job.tokens) if self.caches is not None else _NOTHING_HELD
-        job.decision = decision = policy.decide(self._request(job, held), view)
+        job.decision = decision = kept or policy.decide(self._request(job, held), view)
         job.engine = engine = engines[decision.prefill]
         job.target = target = engines[decision.decode]
         if self._limits_waits and is_new and self._would_wait_s(job) > self.scenario.queue_limit_s:
@@ -172,7 +173,9 @@ class World:
             engine.view.in_flight += 1
             if engine.cluster is not target.cluster:
                 job.link = link = self.links[engine.cluster.name, target.cluster.name]
-                job.promised_bytes = nbytes = link.kv.total_bytes(job.tokens - 1, decision.skip_tokens)
+                job.promised_bytes = nbytes = link.kv.facts.bytes_to_move(
+                    job.tokens - 1, decision.skip_tokens
+                )
                 link.promise(nbytes, now_s)
         if decision.cache_transfer is not None:
             # Meanwhile the prefill counts as accepted by its instance.
@@ -232,7 +235,7 @@ class World:
         nbytes = (
             moved.kv_bytes
             if moved.from_pool
-            else link.kv.total_bytes(moved.reusable_tokens, moved.skip_tokens)
+            else link.kv.facts.prefix_bytes_to_move(moved.reusable_tokens, moved.skip_tokens)
         )
         self.columns.link_bytes[job.number] += nbytes
         job.transfer = link.fluid.send(
@@ -327,9 +330,6 @@ class World:
         engine.free_at_s = end_s
         engine.prefilled_s += service_s
         engine.view.busy_until_s = end_s + engine.waiting_s
-        if engine.chunk_tokens:
-            # Before its stream ends: what its last bytes are held back by is known then.
-            events.at(end_s, self._when_prefilled, job)
         if link is not None:
             streamed_bytes = link.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
             if engine.chunk_tokens:
@@ -337,21 +337,13 @@ class World:
             last_bytes, route = job.promised_bytes - streamed_bytes, (engine.name, job.target.name)
             if engine.cluster.kills_per_s:
                 streamed_bytes += self._kept.checkpoint_bytes(job, link.view.capacity_bits_per_s)
-            job.transfer = link.fluid.stream(
-                route,
-                streamed_bytes,
-                last_bytes,
-                service_s,
-                self._when_arrived,
-                job,
-                bool(engine.chunk_tokens),
+            job.transfer = transfer = link.fluid.stream(
+                route, streamed_bytes, last_bytes, service_s, self._when_arrived, job, ends_by_itself=False
             )
-        if not engine.chunk_tokens:
-            events.number = number = events.number + 1
-            heappush(events.heap, (end_s, number, self._when_prefilled, job))
-        else:
-            if job.transfer is not None:
-                self._follow_chunks((job, _chunk_rates(job, job.transfer)))
+            if engine.chunk_tokens:
+                self._follow_chunks((job, _chunk_rates(job, transfer)))
+        events.number = number = events.number + 1
+        heappush(events.heap, (end_s, number, self._when_prefilled, job))
         if chunk_s:
             engine.lengthen_steps(chunk_s, events.now_s)
 
@@ -366,25 +358,25 @@ class World:
             self.events.at(self.events.now_s + lasts_s, self._follow_chunks, stream)
 
     def _prefilled(self, job: Job) -> None:
-        engine = job.engine
-        if job.transfer is not None and job.link is not None and not engine.chunk_tokens:
-            job.link.fluid.end_production(job.transfer)
-        if not job.is_lost:
-            self._end_prefill(engine, job)
-        if engine.chunk_s and not engine.at_work:
-            engine.lengthen_steps(0.0, self.events.now_s)
-
-    def _end_prefill(self, engine: Engine, job: Job) -> None:
-        engine.at_work -= 1
-        late_s = engine.fill_up(job, self.events.now_s) if engine.chunk_tokens and not job.is_void else 0.0
+        engine, now_s = job.engine, self.events.now_s
+        late_s = 0.0
+        if engine.chunk_tokens and not (job.is_void or job.is_lost):
+            late_s = engine.fill_up(job, now_s)
         if late_s > 0:
             job.stage = _SHARING
-            job.hold_back()
-            self.events.at(self.events.now_s + late_s, self._computed, job)
-        else:
-            self._computed(job)
-        if engine.queue or engine.pool:
-            self.start_next(engine)
+            self.events.at(now_s + late_s, self._computed, job)
+        if job.transfer is not None and job.link is not None:
+            if late_s > 0:
+                job.link.fluid.hold(job.transfer)
+            job.link.fluid.end_production(job.transfer)
+        if not job.is_lost:
+            engine.at_work -= 1
+            if late_s <= 0:
+                self._computed(job)
+            if engine.queue or engine.pool:
+                self.start_next(engine)
+        if engine.chunk_s and not engine.at_work:
+            engine.lengthen_steps(0.0, now_s)
 
     def _computed(self, job: Job) -> None:
         """All of its KV is there."""
@@ -403,12 +395,13 @@ class World:
             job.is_void = True
         elif job.stage is _PREFILLING or job.stage is _SHARING:
             job.stage = _SENDING
-            stays = job.link is None
-            # It may all be there with that: then it has arrived by now.
-            job.send_held()
-            if stays:
+            if job.link is None:
                 self._arrived(job)
-            elif job.link is not None and (grace_s := self.scenario.transfer_grace_s) < math.inf:
+                return
+            if job.transfer is not None:
+                job.link.fluid.release(job.transfer)
+            # It may all be there with that: then it has arrived by now.
+            if job.link is not None and (grace_s := self.scenario.transfer_grace_s) < math.inf:
                 late_s = late_after_s(job.promised_bytes, job.link.configured_bits_per_s, grace_s)
                 self.events.at(self.events.now_s + late_s, self._late, job)
 
@@ -443,7 +436,7 @@ class World:
             target.number,
         )
         assert target.clock is not None  # only PD instances decode
-        target.clock.join(job.left_tokens, job)
+        target.clock.join(job.left_tokens, job, job.tokens)
 
     def _give_up(self, job: Job) -> None:
         """Undo what the job holds."""
