@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prfaas.core.arrays import FloatArray, OfLength, np
-from prfaas.core.planner.loads import Part, Split
+from prfaas.core.planner.loads import HelpedSplit, Helper, Split
 from prfaas.core.planner.plan import best_operation
-from prfaas.core.planner.problem import Path, PdCluster, PlanLink, PlanProblem, PrfaasCluster, all_paths
+from prfaas.core.planner.problem import PdCluster, PlanLink, PlanProblem, PrfaasCluster, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing
 from prfaas.core.planner.two_clusters import (
     best_of,
@@ -18,7 +18,6 @@ from prfaas.core.planner.two_clusters import (
     settled,
     sides_of,
 )
-from prfaas.core.units import BITS_PER_BYTE
 
 # Requests per second that an instance decodes where decode is left out.
 _NO_LIMIT = 1e6
@@ -69,7 +68,7 @@ class PrefillSide:
     """Instances of the PD cluster that prefill."""
     part: float
     """Of all requests of the deployment, the part that this cluster decodes."""
-    helpers: "tuple[_Helper, ...]" = ()
+    helpers: "tuple[Helper, ...]" = ()
     """What the PrfaaS cluster of the problem stands for; none: itself."""
 
     @property
@@ -108,7 +107,7 @@ class PrefillSide:
         split = own_split(self.problem, "by length")
         if not self.helpers:
             return split
-        return _HelpedSplit(
+        return HelpedSplit(
             problem=split.problem,
             prfaas=split.prfaas,
             pd=split.pd,
@@ -204,7 +203,7 @@ def _side(
         else replace(pd, instances=1)
     )
     helpers = tuple(
-        _Helper(
+        Helper(
             cluster.prefill_s,
             granted[cluster.name, pd.name],
             link.bandwidth_bits_per_s,
@@ -239,24 +238,10 @@ class _Divided:
 
 
 @dataclass(frozen=True, slots=True)
-class _Helper:
-    """What another cluster prefills for a PD cluster, over its link."""
-
-    prefill_s: OfLength
-    instances: float
-    bandwidth_bits_per_s: float
-    kv_bytes: OfLength
-
-    def link_s(self, tokens: FloatArray) -> FloatArray:
-        """Seconds on the link alone."""
-        return self.kv_bytes(tokens) * BITS_PER_BYTE / self.bandwidth_bits_per_s
-
-
-@dataclass(frozen=True, slots=True)
 class _Together:
     """Seconds per request of one length of prefill clusters and their links together."""
 
-    helpers: Sequence[_Helper]
+    helpers: Sequence[Helper]
 
     def __call__(self, tokens: FloatArray) -> FloatArray:
         rates = [
@@ -265,19 +250,3 @@ class _Together:
         ]
         total: FloatArray = 1 / np.sum(rates, axis=0)
         return total
-
-
-@dataclass(frozen=True, slots=True)
-class _HelpedSplit(Split):
-    """The routes of a PD cluster that several others prefill for."""
-
-    helpers: tuple[_Helper, ...]
-
-    def away_s(self, above: Part, _prfaas: PrfaasCluster, remote: Path) -> FloatArray:
-        """Seconds per request of all of them together, each with prompts of the same lengths."""
-        rate = np.zeros(len(above.mass))
-        with np.errstate(divide="ignore"):
-            for each in self.helpers:
-                prefill_s = above.total(each.prefill_s, remote.share) / each.instances
-                rate += 1 / np.maximum(prefill_s, above.total(each.link_s, remote.share))
-            return 1 / rate

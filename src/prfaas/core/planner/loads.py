@@ -89,6 +89,36 @@ class Split:
         return _mean_length(mass, tokens, least, high), _mean_length(others, law.mean() - tokens, low, most)
 
 
+@dataclass(frozen=True, slots=True)
+class Helper:
+    """What another cluster prefills for a PD cluster, over its link."""
+
+    prefill_s: OfLength
+    instances: float
+    bandwidth_bits_per_s: float
+    kv_bytes: OfLength
+
+    def link_s(self, tokens: FloatArray) -> FloatArray:
+        """Seconds on the link alone."""
+        return self.kv_bytes(tokens) * BITS_PER_BYTE / self.bandwidth_bits_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class HelpedSplit(Split):
+    """The routes of a PD cluster that several others prefill for."""
+
+    helpers: tuple[Helper, ...]
+
+    def away_s(self, above: "Part", _prfaas: PrfaasCluster, remote: Path) -> FloatArray:
+        """Seconds per request of all of them together, each with prompts of the same lengths."""
+        rate = np.zeros(len(above.mass))
+        with np.errstate(divide="ignore"):
+            for each in self.helpers:
+                prefill_s = above.total(each.prefill_s, remote.share) / each.instances
+                rate += 1 / np.maximum(prefill_s, above.total(each.link_s, remote.share))
+            return 1 / rate
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _MeanLength:
     mass: FloatArray
