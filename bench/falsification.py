@@ -130,7 +130,7 @@ def plan(document: dict[str, Any], options: argparse.Namespace, directory: Path)
         "slo": {"tpot_s": DECODE_STEP_LIMIT_S},
     }
     planned = planned_of(document, directory)
-    best = best_operation(problem_of(planned), "mean length")
+    best = best_operation(problem_of(planned))
     per_s = options.load * best.lambda_max
     needed = options.load * best.egress_bits_per_s
     most = planned.links[0].bandwidth_bits_per_s

@@ -190,7 +190,7 @@ def capacity_per_s(problem: PlanProblem, bits_per_s: float, threshold_tokens: fl
         problem, links=tuple(replace(link, bandwidth_bits_per_s=bits_per_s) for link in problem.links)
     )
     if threshold_tokens is None:
-        return best_operation(limited, "mean length").lambda_max
+        return best_operation(limited).lambda_max
     return evaluate(limited, threshold_tokens, 1).lambda_max
 
 

@@ -110,7 +110,7 @@ def _drive(document: dict[str, Any], options: argparse.Namespace, kind: Kind, di
     if kind == "conversations":
         sample = sample_of(kind)
         problem = problem_of_trace(problem, sample, range_tokens(planned)[0], sample.uncached_tokens())
-    best = best_operation(problem, "mean length")
+    best = best_operation(problem)
     assert best.threshold_tokens is not None  # there are two clusters
     capacity_per_s, threshold = best.lambda_max, round(best.threshold_tokens)
     print(f"{kind}: capacity {capacity_per_s:.3f} requests/s, threshold {threshold} tokens", file=sys.stderr)

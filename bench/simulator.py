@@ -100,7 +100,7 @@ class Reference:
 def cases(load: float, trace: Path | None, policy: str) -> Iterator[Case]:
     planned = load_planned(EXAMPLE)
     problem = problem_of(planned)
-    rate_rps = load * best_operation(problem, "mean length").lambda_max
+    rate_rps = load * best_operation(problem).lambda_max
     goal_per_s: int | None
     for slow in (True, False):
         label = "slow loops" if slow else "bare"

@@ -82,9 +82,7 @@ def other_models(context: StudyContext) -> Mapping[str, ModelFleet]:
             problem = problem_of(other)
         except DeploymentError:
             continue  # too slow for the file's limit of a decode step
-        here = replace(
-            context, planned=other, problem=problem, optimum=best_operation(problem, "mean length")
-        )
+        here = replace(context, planned=other, problem=problem, optimum=best_operation(problem))
         if here.lambda_max > 0:
             found[fast.model] = _fleet(here, is_assumed=not known)
     return found
@@ -92,9 +90,9 @@ def other_models(context: StudyContext) -> Mapping[str, ModelFleet]:
 
 def _fleet(context: StudyContext, *, is_assumed: bool) -> ModelFleet:
     problem = context.problem
-    same_gpus = homogeneous(problem, service="mean length")
+    same_gpus = homogeneous(problem)
     rival = Rival(cost_per_hour(problem, context.optimum))
-    baseline = homogeneous_at_equal_cost(problem, same_gpus, rival, "mean length") or same_gpus
+    baseline = homogeneous_at_equal_cost(problem, same_gpus, rival) or same_gpus
     alone = pd_only(context.planned, max(baseline.instances, 2))
     return ModelFleet(context, alone, baseline, is_assumed)
 

@@ -86,7 +86,7 @@ def trace_name(context: StudyContext) -> str:
 def trace_lambda_max(context: StudyContext) -> float:
     """Λ_max that the planner finds for the trace's lengths, if nothing is cached; requests per second."""
     return best_operation(
-        problem_of_trace(context.problem, context.trace, context.range_tokens[0]), "mean length"
+        problem_of_trace(context.problem, context.trace, context.range_tokens[0])
     ).lambda_max
 
 

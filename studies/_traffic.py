@@ -169,11 +169,9 @@ def day_plan(context: StudyContext, load: float) -> DayPlan:
         answers = night_output * (1 - share) + noon_output * share
         return replace(context.problem, workload=Workload(mixed(night, noon, share), answers))
 
-    points = [
-        best_operation(problem(float(noon_share(hour / _HOURS))), "mean length") for hour in range(_HOURS)
-    ]
+    points = [best_operation(problem(float(noon_share(hour / _HOURS)))) for hour in range(_HOURS)]
     rate = load * min(point.lambda_max for point in points)
-    mean = best_operation(problem(0.5), "mean length")
+    mean = best_operation(problem(0.5))
     count = context.problem.pd[0].instances
     threshold = math.inf if mean.threshold_tokens is None else mean.threshold_tokens
     return DayPlan(

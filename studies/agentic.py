@@ -141,9 +141,7 @@ def _plans(context: StudyContext) -> _Plans:
     # As often as sessions begin once a second, when as many are in progress as ever.
     turns = sum(each.arrival_s >= half_s for each in sample) / half_s
     whole_rps, uncached_rps = (
-        best_operation(
-            problem_of_trace(context.problem, trace, context.range_tokens[0], uncached), "mean length"
-        ).lambda_max
+        best_operation(problem_of_trace(context.problem, trace, context.range_tokens[0], uncached)).lambda_max
         for uncached in (None, trace.uncached_tokens())
     )
     return _Plans(turns, whole_rps, uncached_rps, 1 - sum(trace.uncached_tokens()) / whole)

@@ -47,7 +47,7 @@ def _levels(context: StudyContext) -> list[_Level]:
     for step in range(_STEPS):
         bits_per_s = most * _LEAST_SHARE ** (1 - step / (_STEPS - 1))
         links = tuple(replace(link, bandwidth_bits_per_s=bits_per_s) for link in context.problem.links)
-        plan = best_operation(replace(context.problem, links=links), "mean length")
+        plan = best_operation(replace(context.problem, links=links))
         found.append(_Level(bits_per_s, plan, plan.lambda_max < _SAME_RATE * context.lambda_max))
     return found
 

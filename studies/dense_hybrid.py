@@ -62,14 +62,14 @@ def _planned_of(fleet: ModelFleet) -> _Planned:
     problem = fleet.context.problem
     return _Planned(
         fleet,
-        _first(problem, lambda here: best_operation(here, "mean length").lambda_max >= alone_rps),
+        _first(problem, lambda here: best_operation(here).lambda_max >= alone_rps),
         _first(problem, lambda here: _mean_s(here, rate_rps) <= alone_s),
     )
 
 
 def _mean_s(problem: PlanProblem, rate_rps: float) -> float:
     """The planner's estimate of the TTFT; infinite where it can't carry the rate."""
-    operation = best_within_target(problem, "mean length")
+    operation = best_within_target(problem)
     if rate_rps >= operation.point.lambda_max:
         return math.inf
     mean_s = operation.estimate(rate_rps / operation.point.lambda_max).mean_s

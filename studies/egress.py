@@ -81,13 +81,13 @@ def _problems(context: StudyContext) -> dict[str, PlanProblem]:
 
 def _break_even(problem: PlanProblem) -> list[float | None]:
     """At every bandwidth; None where nothing is offloaded, or instances have no price."""
-    alone = homogeneous(problem, service="mean length")
+    alone = homogeneous(problem)
     price = problem.prices.get(alone.hardware)
     found: list[float | None] = []
     for bandwidth in _BANDWIDTHS:
         links = tuple(replace(link, bandwidth_bits_per_s=bandwidth) for link in problem.links)
         here = replace(problem, links=links)
-        point = best_operation(here, "mean length")
+        point = best_operation(here)
         if price is None or alone.point.lambda_max <= 0:
             found.append(None)
             continue

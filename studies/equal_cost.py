@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from prfaas.core.deployment import PlannedDeployment
-from prfaas.core.planner import Baseline, best_operation, make_plan, problem_of
+from prfaas.core.planner import Baseline, make_plan
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Study, StudyFigure, StudyRun, StudySection, StudyTable
 from studies._figures import Panel, PlotCurve, lines, listed, more_or_less
@@ -31,14 +31,9 @@ class _System:
     planned: PlannedDeployment
     lambda_max: float
 
-    @property
-    def guess_rps(self) -> float:
-        """Λ_max by E[T(L)], which is within some percent of what is simulated: so a search takes few runs."""
-        return best_operation(problem_of(self.planned), "by length").lambda_max
-
 
 def _systems(context: StudyContext) -> list[_System]:
-    plan = make_plan(context.problem, "mean length")
+    plan = make_plan(context.problem)
     gpus = sum(cluster.gpus for cluster in context.planned.clusters)
     kinds = " + ".join(f"{cluster.gpus} {cluster.hardware}" for cluster in context.planned.clusters)
     found = [
@@ -71,7 +66,6 @@ def _systems(context: StudyContext) -> list[_System]:
 def _runs(context: StudyContext) -> Sequence[StudyRun]:
     runs: list[StudyRun] = []
     for system in _systems(context):
-        guess_rps = system.guess_rps
         for policy in _POLICIES:
             for seed in context.seeds():
                 run = Run(
@@ -82,7 +76,8 @@ def _runs(context: StudyContext) -> Sequence[StudyRun]:
                     seed,
                     policy=policy,
                 )
-                runs.append(RateSearch(run, guess_rps))
+                # What is simulated is within some percent of the planner's: so a search takes few runs.
+                runs.append(RateSearch(run, system.lambda_max))
                 runs += [
                     replace(
                         run,
@@ -162,7 +157,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             + ". All meet the same Poisson requests at the same rates. Roles start as planned and adapt. "
             f"{context.requests(_REQUESTS):,} requests for TTFT. For the largest rate, "
             f"{context.requests(_SEARCH_REQUESTS):,} requests come closer together or further apart. Bisection ends "
-            f"at {STEP:.1%} of the planner's Λ_max by E[T(L)]."
+            f"at {STEP:.1%} of the planner's Λ_max."
         ),
         findings=[sentence for other in others for sentence in found.sentences(first, other)],
         tables={

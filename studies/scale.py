@@ -26,7 +26,7 @@ def _factors(context: StudyContext) -> tuple[int, ...]:
 
 def _rates(context: StudyContext) -> dict[int, float]:
     return {
-        factor: best_operation(problem_of(times(context.planned, factor)), "mean length").lambda_max
+        factor: best_operation(problem_of(times(context.planned, factor))).lambda_max
         for factor in _factors(context)
     }
 

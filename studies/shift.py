@@ -71,7 +71,7 @@ def _grown(context: StudyContext) -> _Growth:
     problem = replace(context.problem, workload=Workload(lengths, context.problem.workload.output_tokens))
     old = context.optimum.threshold_tokens
     kept = evaluate(problem, math.inf if old is None else old, context.optimum.n_prefill)
-    return _Growth(lengths, problem, best_operation(problem, "mean length"), kept)
+    return _Growth(lengths, problem, best_operation(problem), kept)
 
 
 def _runs(context: StudyContext) -> Sequence[Run]:
@@ -198,7 +198,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             f"The worst half-hour is the highest mean TTFT of a {_PARTS}th of the day. The day is not judged, since "
             "its load changes by itself.",
             "Whether queues grow is told from chance only if the overload is more than about "
-            f"{_least_overload(context):.0%}; what the planner finds is T(E[L]), the paper's service time.",
+            f"{_least_overload(context):.0%}.",
         ],
     )
 

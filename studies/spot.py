@@ -233,7 +233,7 @@ def _planned_rate(context: StudyContext, up_share: float) -> float:
         return seconds
 
     prfaas = (replace(problem.prfaas[0], prefill_s=slower),)
-    return best_operation(replace(problem, prfaas=prfaas), "mean length").lambda_max
+    return best_operation(replace(problem, prfaas=prfaas)).lambda_max
 
 
 _Found = dict[tuple[str, _Spot, str], Repeats]

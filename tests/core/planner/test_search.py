@@ -107,7 +107,7 @@ def test_more_of_anything_never_gives_less(case: Case, what: str) -> None:
 @given(two_clusters(continuous))
 def test_the_point_follows_the_equations(case: Case) -> None:
     problem, _ = case
-    point = best_point(problem)
+    point = best_point(problem, "mean length")
     pd, prfaas, p = problem.pd[0], problem.prfaas[0], point.offloaded_fraction
     decode = theta_pd_d(point.n_decode, pd.decode_batch, pd.decode_step_s, problem.workload.output_tokens)
     assert point.theta_pd_d == pytest.approx(decode)
@@ -165,7 +165,7 @@ def test_one_pd_instance_can_only_decode() -> None:
 
 
 def test_given_split_and_threshold() -> None:
-    point = evaluate(paper_problem(), 19_400, 3)
+    point = evaluate(paper_problem(), 19_400, 3, "mean length")
     assert point.theta_prfaas == pytest.approx(1.62, abs=0.005)  # paper/equations.md
     assert best_threshold(paper_problem(), 3) == best_point(paper_problem())
     assert evaluate(paper_problem(), 19_400, 8).lambda_max == 0
@@ -192,7 +192,7 @@ def test_cached_prefixes_are_neither_computed_nor_sent() -> None:
 def test_own_caches_by_hand() -> None:
     """PrfaaS holds nothing, the PD cluster half: PrfaaS computes whole prompts but only what is missing moves."""
     t = 20_000.0
-    point = evaluate(cached(0.0, 0.5), t, 4)
+    point = evaluate(cached(0.0, 0.5), t, 4, "mean length")
     long = (2 * t + 80_000) / 2
     p = (80_000 - 2 * t) / 72_000
     assert point.offloaded_fraction == pytest.approx(p)

@@ -80,7 +80,7 @@ def test_classes_are_the_plan_s_threshold_and_round_lengths(context: StudyContex
     threshold = context.optimum.threshold_tokens
     assert threshold is not None
     assert length_classes(context).edges_tokens == (threshold, 32_768.0, 100_000.0)
-    assert length_classes(context).labels == ("≤ 19.4K", "19.4K–32.8K", "32.8K–100K", "> 100K")
+    assert length_classes(context).labels == ("≤ 19.6K", "19.6K–32.8K", "32.8K–100K", "> 100K")
     assert LengthClasses(()).labels == ("all",)
 
 

@@ -29,7 +29,7 @@ _ZOOMS = 5
 _ZOOM_POINTS = 33
 
 
-def best_point(problem: PlanProblem, service: ServiceModel = "mean length") -> OperatingPoint:
+def best_point(problem: PlanProblem, service: ServiceModel = "by length") -> OperatingPoint:
     """The operating point of the highest Λ_max (Eq. 6) of at most one PrfaaS and exactly one PD cluster.
 
     Where a range of thresholds gives the same Λ_max because decode is the limit, the one that leaves prefill
@@ -57,7 +57,7 @@ def _best(problem: PlanProblem, service: ServiceModel) -> tuple[Split, float, in
 
 
 def best_threshold(
-    problem: PlanProblem, n_prefill: int, service: ServiceModel = "mean length"
+    problem: PlanProblem, n_prefill: int, service: ServiceModel = "by length"
 ) -> OperatingPoint:
     """The best point with `n_prefill` of the PD cluster's instances as prefill (Eq. 7 alone), own caches."""
     split, length = _balance(problem, n_prefill, service)
@@ -76,7 +76,7 @@ def best_prefill(problem: PlanProblem) -> int:
 
 
 def evaluate(
-    problem: PlanProblem, threshold_tokens: float, n_prefill: int, service: ServiceModel = "mean length"
+    problem: PlanProblem, threshold_tokens: float, n_prefill: int, service: ServiceModel = "by length"
 ) -> OperatingPoint:
     """The operating point with a threshold (uncached tokens) and a split that are given, own caches.
 

@@ -101,7 +101,7 @@ def context_of(
         clusters=tuple(replace(cluster, kv_model=None) for cluster in planned.clusters),
     )
     problem = problem_of(planned)
-    optimum = best_operation(problem, "mean length" if problem.is_two_cluster else "by length")
+    optimum = best_operation(problem)
     if optimum.lambda_max <= 0:
         raise ValueError("by `prfaas plan` it can serve nothing")
     return StudyContext(planned, problem, optimum, trace, seed, is_quick=is_quick)
