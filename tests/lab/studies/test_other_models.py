@@ -39,9 +39,7 @@ def test_the_files_own_model_is_the_file(context: StudyContext) -> None:
     own = other_models(context)["internal-1t"]
     assert own.context is context and not own.is_assumed
     assert own.alone.links == () and own.alone.pd_clusters[0].instance_count == 16
-    assert best_operation(problem_of(own.alone)).lambda_max == pytest.approx(
-        own.baseline.point.lambda_max
-    )
+    assert best_operation(problem_of(own.alone)).lambda_max == pytest.approx(own.baseline.point.lambda_max)
 
 
 def test_without_prices_as_many_gpus_are_the_rival(context: StudyContext) -> None:
