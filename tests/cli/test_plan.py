@@ -444,8 +444,11 @@ def test_the_guide_shows_what_is_printed(
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     guide = (EXAMPLES.parent / "docs" / "guides" / "plan.md").read_text()
     (throughput,) = (line for line in lines if line.startswith("throughput (req/s)"))
-    verdict = lines[: lines.index("")]
-    assert "\n".join(verdict) in guide
+    verdict = "\n".join(lines[: lines.index("")])
+    if name == "multi":
+        # Which of its links would be needed most without a limit depends on the vertex at which the solver ends.
+        verdict = verdict.partition("; ")[2].partition("\n")[2]
+    assert verdict and verdict in guide
     assert throughput in guide
 
 

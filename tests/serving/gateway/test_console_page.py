@@ -231,7 +231,7 @@ def test_the_first_screen_says_whether_it_is_well(tmp_path: Path) -> None:
             await page.until("document.querySelector('#now-pays b')?.innerText === 'Not known'")
             assert "gateway.ledger" in await page.text("#now-pays")
             assert "No ledger is kept" in await page.text("#worth")
-            assert "The busiest is" in await page.text("#now-bottleneck")
+            assert "in the last minute." in await page.text("#now-bottleneck")
             shown = "document.querySelector('#now').getBoundingClientRect().bottom <= window.innerHeight"
             assert await page.run(shown)
             # With a ledger each offloaded request says what it would have taken at home.

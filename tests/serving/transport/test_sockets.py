@@ -16,6 +16,7 @@ from prfaas.serving.transport.io.sockets import (
     BulkReader,
     ConnectionEnded,
     choose_congestion_control,
+    read_arrived,
     receive_exactly,
     send_pieces,
     set_unsent_limit,
@@ -138,3 +139,14 @@ def test_the_unsent_limit_is_lifted(ends: tuple[socket.socket, socket.socket]) -
     assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == 20_000
     set_unsent_limit(near, None)
     assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == before
+
+
+def test_a_socket_that_another_thread_closes_meanwhile_is_gone() -> None:
+    """Its counters may still be read when its descriptor can't be asked any more."""
+
+    class Closing(socket.socket):
+        def fileno(self) -> int:
+            return -1
+
+    with Closing() as sock, pytest.raises(OSError, match="Bad file descriptor"):
+        read_arrived(sock)
