@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conftest import REASONED, TimeByPart, pytest_runtest_setup, stack_of, take_other_examples
+from tests.conftest import (
+    NOT_BEGUN,
+    REASONED,
+    UNTIL,
+    TimeByPart,
+    pytest_runtest_setup,
+    stack_of,
+    take_other_examples,
+)
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = ROOT / "Makefile"
@@ -25,6 +33,9 @@ class Item:
     def iter_markers(self, name: str) -> Iterator[Any]:
         return iter([each for each in self.marks if each.name == name])
 
+    def get_closest_marker(self, name: str) -> Any:
+        return next(self.iter_markers(name), None)
+
 
 @pytest.mark.parametrize("name", REASONED)
 def test_a_mark_without_a_reason_is_refused(name: str) -> None:
@@ -34,6 +45,19 @@ def test_a_mark_without_a_reason_is_refused(name: str) -> None:
     for bad in (mark, mark(""), mark(" "), mark(reason="it waits"), mark(5)):
         with pytest.raises(pytest.fail.Exception, match=f"here: its mark must say why: {name}"):
             pytest_runtest_setup(Item("here", (bad.mark,)))  # type: ignore[arg-type]
+
+
+def test_only_extended_tests_are_not_begun_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    extended = Item("extended", (pytest.mark.extended("more of the same").mark,))
+    for until_s, is_over in ((0.0, True), (1e12, False)):
+        monkeypatch.setenv(UNTIL, str(until_s))
+        pytest_runtest_setup(Item("plain", ()))  # type: ignore[arg-type]
+        try:
+            pytest_runtest_setup(extended)  # type: ignore[arg-type]
+            skipped = ""
+        except pytest.skip.Exception as skip:
+            skipped = str(skip)
+        assert skipped == (NOT_BEGUN if is_over else "")
 
 
 @dataclass
@@ -86,6 +110,8 @@ def test_the_time_of_a_run_is_told_by_folder() -> None:
         nodeid: str
         duration: float
         keywords: dict[str, int]
+        skipped: bool = False
+        longrepr: str = ""
 
     plugin = TimeByPart()
     for nodeid, seconds, keywords in (
@@ -95,11 +121,16 @@ def test_the_time_of_a_run_is_told_by_folder() -> None:
         ("tests/lab/test_c.py::test_three", 9.0, {"slow": 1}),
     ):
         plugin.pytest_runtest_logreport(Report(nodeid, seconds, keywords))  # type: ignore[arg-type]
+    skipped = Report(
+        "tests/core/test_b.py::test_four", 0.0, {}, skipped=True, longrepr=f"Skipped: {NOT_BEGUN}"
+    )
+    plugin.pytest_runtest_logreport(skipped)  # type: ignore[arg-type]
     plugin.pytest_terminal_summary(Terminal())  # type: ignore[arg-type]
     assert told == [
+        f"1 extended tests not begun: {UNTIL} is over",
         "time by part",
         "    9.0 s      1 tests  tests/lab",
-        "    7.0 s      2 tests  tests/core",
+        "    7.0 s      3 tests  tests/core",
         "over 5 s without a reason: make them cheaper, or mark them slow(...)",
         "    6.5 s  tests/core/test_a.py::test_one",
     ]

@@ -124,7 +124,7 @@ def kill_at(stack: Stack, share: float, *, checkpoints: int) -> dict[str, float]
     else:
         # Two ranks add up in another order than one.
         stack.check_likely((ids, answer.token_ids), engine=HOME)
-    assert (answer.route["prefill"], answer.route["reason"]) == (HOME, "kept")
+    assert (answer.route["prefill"], answer.route["reason"]) == (HOME, "kept"), stack.explain(answer)
     return {name: now[name] - before[name] for name in before}
 
 

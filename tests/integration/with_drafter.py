@@ -85,6 +85,7 @@ def write_drafting(
     # A model that drafts for itself keeps all of its KV twice.
     path = write_deployment(directory, bandwidth="1 Gbit/s", max_model_len=16384)
     document: dict[str, Any] = json.loads(path.read_text())
+    document["routing"] = {"policy": "offload_all"}
     document["clusters"][1]["instances"].pop(0)
     plain_args, document["engine"]["extra_args"] = document["engine"]["extra_args"], []
     shims = ["with_drafts_told"] if told is not None else []

@@ -48,6 +48,18 @@ def test_a_decode_instance_that_can_reuse_most_prefills_the_rest_itself(policy: 
     assert (decision.uncached_tokens, decision.skip_tokens, decision.transfers) == (464, 0, False)
 
 
+def test_it_does_not_when_the_answers_there_would_lose_more() -> None:
+    """Each token of its answers comes later by what it prefills: here a second of 464 tokens in place of 2,000."""
+
+    def decided(answers: int) -> str | None:
+        busy = board(
+            prefiller("prefill"), decoder("decode", decoding=answers), prefill_s=lambda tokens: tokens / 1000
+        )
+        return LOCAL.decide(RoutingRequest(2000, {"decode": PrefixHit(1536, 1536)}), busy).prefill
+
+    assert [decided(answers) for answers in (0, 3, 4)] == ["decode", "decode", "prefill"]
+
+
 def test_what_new_tokens_attend_to_in_a_cached_prefix_is_counted() -> None:
     """1,000 tokens behind 31,000 take what 32,000 take longer than 31,000, at the instance that holds those."""
 

@@ -23,8 +23,13 @@ LONG_TOKENS = 16 * MIXED_TOKENS
 
 
 def scenario(case_study: CaseStudy, mixed_tokens: int = MIXED_TOKENS, **options: object) -> Scenario:
-    """Of the PD cluster one instance prefills and one decodes; none is offloaded."""
+    """Of the PD cluster one instance prefills and one decodes; none is offloaded.
+
+    The one that prefills starts anew at 60 s: prefixes from before are at the one that decodes alone, which so is the
+    sooner one by more than the answers there lose.
+    """
     down = [Failure(f"home-{number}", 0.0, 1e6) for number in range(2, 8)]
+    down.append(Failure("home-0", 60.0, 1.0))
     shown = scenario_of(
         case_study.planned,
         **{  # type: ignore[arg-type]

@@ -52,7 +52,8 @@ class PrefillCandidate(Struct, kw_only=True, frozen=True):
     load_s: float = 0.0
     """Of `start_s` what it loads from its machine's pool."""
     stall_s: float = 0.0
-    """For how long it holds up further engines that decode, summed: the other ranks of a data-parallel group."""
+    """For how long it holds up others, summed: the other ranks of a data-parallel group, which decode no faster, or
+    the answers of a decode instance that takes the part of a prefill instance."""
 
     @property
     def delay_s(self) -> float:

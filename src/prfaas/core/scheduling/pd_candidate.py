@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from prfaas.core.scheduling.candidates import (
     BestCandidate,
@@ -134,8 +135,8 @@ def _local(
     """The local prefill, why it is special if it is, and l_pd.
 
     The decode instance can prefill itself where it has that role too, or where it holds at least half the prompt:
-    the rest is the smaller part then, and needs no transfer. It does so unless another would be done sooner, and
-    always where there is no prefill instance.
+    the rest is the smaller part then, and needs no transfer. It does so unless another would be done sooner, each of
+    its answers waiting as long as it prefills, and always where there is no prefill instance.
     """
     if own is None:
         here = prefill_by(request, view, cluster, decode)
@@ -149,6 +150,8 @@ def _local(
     if 2 * held < request.num_tokens and not decode.prefills:
         return own, "", longest
     here = prefill_by(request, view, cluster, decode)
+    if not decode.prefills:
+        here = replace(here, stall_s=here.stall_s + here.prefill_s * decode.decoding)
     longest = max(held, longest)
     if here.ttft_s + here.stall_s > own.ttft_s + own.stall_s:
         return own, "", longest
