@@ -2,8 +2,7 @@
 
 import json
 import threading
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from tests.ports import neighbours
@@ -71,9 +70,9 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 FAR, HOME = "east-prefill-0", "home-decode-0"
-# Of the KV, by which the prefill engine is killed.
-SHARES = (0.25, 0.5, 0.75, 0.95)
-EXTENDED = pytest.mark.extended("each share, and each kind of cache, is in `make test` with another one")
+EXTENDED = pytest.mark.extended(
+    "each kind of cache is in `make test` with another share of the KV, and every share in the protocol's swarm"
+)
 
 
 def counters(stack: Stack) -> dict[str, float]:
@@ -128,13 +127,8 @@ def kill_at(stack: Stack, share: float, *, checkpoints: int) -> dict[str, float]
     return {name: now[name] - before[name] for name in before}
 
 
-def among(shares: Collection[float], share: float, *more: object) -> Any:
-    """A case, which is in `make test` if its share is one of these."""
-    return pytest.param(*more, share, marks=() if share in shares else EXTENDED)
-
-
 @pytest.mark.shows(model="qwen3", what="a prefill engine that dies")
-@pytest.mark.parametrize("share", [among((0.25,), share) for share in SHARES])
+@pytest.mark.parametrize("share", [0.25, pytest.param(0.95, marks=EXTENDED)])
 def test_what_had_come_is_loaded_and_the_rest_computed(dense: Stack, share: float) -> None:
     risen = kill_at(dense, share, checkpoints=0)
     # Lost is what had not come, and at most what had of the chunk that was on its way.
@@ -144,13 +138,18 @@ def test_what_had_come_is_loaded_and_the_rest_computed(dense: Stack, share: floa
     assert (risen["loads_resumed"], risen["digest_mismatches"]) == (1, 0)
 
 
-CUTS = {("qwen3-next", 1): (0.95,), ("gpt-oss", 1): (0.5,), ("qwen3-next", 2): (0.75,)}
+# Of the KV, by which the prefill engine is killed: the first in `make test`.
+CUTS = {("qwen3-next", 1): (0.95, 0.25), ("gpt-oss", 1): (0.5, 0.95), ("qwen3-next", 2): (0.75, 0.25)}
 
 
 @pytest.mark.shows(model="{cut[0]}", prefill="TP {cut[1]}", what="a prefill engine that dies")
 @pytest.mark.parametrize(
     ("cut", "share"),
-    [among(shares, share, cut) for cut, shares in CUTS.items() for share in SHARES],
+    [
+        case
+        for cut, (first, more) in CUTS.items()
+        for case in ((cut, first), pytest.param(cut, more, marks=EXTENDED))
+    ],
     indirect=["cut"],
     ids=lambda value: value if isinstance(value, float) else f"{value[0]}-{value[1]}",
 )

@@ -204,7 +204,7 @@ function Console({ facts, onRefused }) {
       <${Panel} id="worth" title="Worth" wide><${Worth} isKept=${facts.keeps_ledger} /><//>
       <${Panel} id="roles" title="Roles"><${RoleTimeline} ...${span} /><//>
       <${Panel} id="pools" title="Pools"><${Pools} frame=${frame} /><//>
-      <${Panel} id="changes" title="What changed"><ol class="changes">${changes.filter((each) => each.at_s <= at + 0.001).slice(-40).reverse().map((each, index) => html`<li key="${each.at_s} ${index}"><time>${format.clock(each.at_s)}</time> ${each.what}</li>`)}</ol>${!changes.length && html`<p class="empty">Nothing yet.</p>`}<//>
+      <${Panel} id="changes" title="What changed"><ol class="changes" tabindex="0" aria-label="What changed">${changes.filter((each) => each.at_s <= at + 0.001).slice(-40).reverse().map((each, index) => html`<li key="${each.at_s} ${index}"><time>${format.clock(each.at_s)}</time> ${each.what}</li>`)}</ol>${!changes.length && html`<p class="empty">Nothing yet.</p>`}<//>
       <${Panel} id="simulate" title="Simulate"><${Simulate} /><//>
     </main>
     <footer>prfaas ${facts.version}</footer>`;

@@ -98,7 +98,7 @@ class Checkpoints:
         return False
 
     def mark_usable(self, owner: IncomingTransfer) -> None:
-        """Give a complete transfer's status resume points, in case another rank or transfer of the ticket breaks."""
+        """Give the status of one that has all bytes resume points, in case another rank or transfer of it breaks."""
         # A checkpoint may have come before its full attention.
         self._keep_newest(owner)
         owner.usable = owner.resume_points(self._layout)
@@ -526,6 +526,9 @@ class TransferTable:
 
     def _complete_if_done(self, transfer: IncomingTransfer, now_s: float) -> None:
         if transfer.phase is TransferPhase.RECEIVING and transfer.ended and transfer.covered:
+            if transfer.checkpoint_of is None:
+                # First, since engines read the phase and these without the lock.
+                self._checkpoints.mark_usable(transfer)
             transfer.complete(now_s)
             if transfer.checkpoint_of is not None:
                 self._counters["checkpoints"] += 1
@@ -533,7 +536,6 @@ class TransferTable:
                 self._checkpoints.keep(transfer)
             else:
                 self._counters["completed"] += 1
-                self._checkpoints.mark_usable(transfer)
                 self.watchers.notify(transfer.ticket.transfer_id, transfer.status())
             self.admit(now_s)
 
