@@ -28,9 +28,7 @@ RESTARTED = pytest.mark.extended(
     ("model", "restarts"),
     [("qwen3-next", False), pytest.param("gpt-oss", True, marks=RESTARTED)],
 )
-def test_the_demo_succeeds(
-    model: str, restarts: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_demo_succeeds(model: str, restarts: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
     # The folder's name is the deployment's, and part of the path of a pool's socket, which must be short.
     directory = tmp_path_factory.mktemp("demo")
     deployment = write_deployment(directory, bandwidth="200 Mbit/s", staging="256 MiB", pools=True)
