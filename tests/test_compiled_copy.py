@@ -173,6 +173,8 @@ def test_every_file_that_is_compiled_can_be_rewritten(tool: ModuleType, compiled
         rewritten = tool.native_source(text)
         compile(rewritten, name, "exec")
         assert "slots=True" not in rewritten
+        # Structs are none in the copy, and msgspec's functions for them fail.
+        assert "from msgspec" not in rewritten
 
 
 def test_no_data_class_that_is_compiled_has_fields_from_another_file(compiled: ModuleType) -> None:

@@ -67,9 +67,9 @@ class PrefillCandidate(Struct, kw_only=True, frozen=True):
 
 
 def prefill_by(
-    request: RoutingRequest, view: View, cluster: ClusterView, instance: InstanceView
+    request: RoutingRequest, view: View, cluster: ClusterView, instance: InstanceView, *, waiting: int = 0
 ) -> PrefillCandidate:
-    """Prefill by an instance that decodes too, or whose transfer takes no time."""
+    """Prefill by an instance that decodes too, or whose transfer takes no time; `waiting`: answers that it holds up."""
     held_tokens = request.reusable_at(instance.name)
     load_s = request.loads_s.get(instance.name, 0.0)
     start_s = max(instance.busy_until_s - view.now_s, 0.0) + load_s
@@ -84,7 +84,7 @@ def prefill_by(
         ttft_s=end_s,
         loaded_s=end_s,
         load_s=load_s,
-        stall_s=prefill_s * instance.held_up if instance.group else 0.0,
+        stall_s=(prefill_s * instance.held_up if instance.group else 0.0) + prefill_s * waiting,
     )
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from prfaas.core.scheduling.candidates import (
     BestCandidate,
@@ -149,9 +148,8 @@ def _local(
     held = request.reusable_at(decode.name)
     if 2 * held < request.num_tokens and not decode.prefills:
         return own, "", longest
-    here = prefill_by(request, view, cluster, decode)
-    if not decode.prefills:
-        here = replace(here, stall_s=here.stall_s + here.prefill_s * decode.decoding)
+    waiting = 0 if decode.prefills else decode.decoding
+    here = prefill_by(request, view, cluster, decode, waiting=waiting)
     longest = max(held, longest)
     if here.ttft_s + here.stall_s > own.ttft_s + own.stall_s:
         return own, "", longest
