@@ -39,10 +39,10 @@ REASONED = ("slow", "extended")
 # A test that takes longer has one of them.
 LONG_S = 5.0
 
-# An environment variable with seconds since the epoch: extended tests begin until then, and are skipped later. CI sets
-# it, so that a machine a third as fast as the usual one is asked as much as it can answer, and `make test` whole.
+# An environment variable with seconds since the epoch: what only `make test-all` has begins until then, and is skipped
+# later. CI sets it, so that a machine a third as fast as the usual one is asked as much as it can answer.
 UNTIL = "PRFAAS_TESTS_UNTIL"
-NOT_BEGUN = "not begun: the time for extended tests is over"
+NOT_BEGUN = "not begun: the time for what only make test-all has is over"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,8 +99,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if not (mark.args and isinstance(mark.args[0], str) and mark.args[0].strip()):
                 pytest.fail(f'{item.nodeid}: its mark must say why: {name}("...")', pytrace=False)
     until = os.environ.get(UNTIL)
-    if until and time.time() > float(until) and item.get_closest_marker("extended"):
+    if until and time.time() > float(until) and is_of_test_all(item):
         pytest.skip(NOT_BEGUN)
+
+
+def is_of_test_all(item: pytest.Item) -> bool:
+    """What `make test` leaves out, or has with fewer examples."""
+    is_property = item.get_closest_marker("hypothesis") and not item.get_closest_marker("engine")
+    has_all = bool(is_property) and settings.get_current_profile_name() != "few"
+    return has_all or item.get_closest_marker("extended") is not None
 
 
 def pytest_runtest_teardown() -> None:
@@ -160,7 +167,7 @@ class TimeByPart:
             parts[str(Path(nodeid.partition("::")[0]).parent)].append(seconds)
         write = terminalreporter.write_line
         if self._not_begun:
-            terminalreporter.section(f"{self._not_begun} extended tests not begun: {UNTIL} is over")
+            terminalreporter.section(f"{self._not_begun} tests not begun: {UNTIL} is over")
         terminalreporter.section("time by part")
         for part, each in sorted(parts.items(), key=lambda item: -sum(item[1])):
             write(f"{sum(each):7.1f} s {len(each):6} tests  {part}")

@@ -127,7 +127,7 @@ def test_the_time_of_a_run_is_told_by_folder() -> None:
     plugin.pytest_runtest_logreport(skipped)  # type: ignore[arg-type]
     plugin.pytest_terminal_summary(Terminal())  # type: ignore[arg-type]
     assert told == [
-        f"1 extended tests not begun: {UNTIL} is over",
+        f"1 tests not begun: {UNTIL} is over",
         "time by part",
         "    9.0 s      1 tests  tests/lab",
         "    7.0 s      3 tests  tests/core",
