@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.conftest import (
     REASONED,
     UNTIL,
     TimeByPart,
+    is_of_test_all,
     pytest_runtest_setup,
     stack_of,
     take_other_examples,
@@ -47,8 +49,17 @@ def test_a_mark_without_a_reason_is_refused(name: str) -> None:
             pytest_runtest_setup(Item("here", (bad.mark,)))  # type: ignore[arg-type]
 
 
-def test_only_extended_tests_are_not_begun_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_test_all_has_is_not_begun_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     extended = Item("extended", (pytest.mark.extended("more of the same").mark,))
+    for profile, names, is_over in (
+        ("prfaas", ("hypothesis",), True),
+        ("few", ("hypothesis",), False),
+        ("prfaas", ("hypothesis", "engine"), False),
+    ):
+        marks = tuple(getattr(pytest.mark, name).mark for name in names)
+        told = SimpleNamespace(get_current_profile_name=lambda name=profile: name)
+        monkeypatch.setattr("tests.conftest.settings", told)
+        assert is_of_test_all(Item("drawn", marks)) == is_over  # type: ignore[arg-type]
     for until_s, is_over in ((0.0, True), (1e12, False)):
         monkeypatch.setenv(UNTIL, str(until_s))
         pytest_runtest_setup(Item("plain", ()))  # type: ignore[arg-type]

@@ -18,9 +18,7 @@ pytestmark = [
 ]
 
 
-RESTARTED = pytest.mark.extended(
-    "engines that start anew before a pool, with each kind of cache, are in `make test` without the demo"
-)
+RESTARTED = pytest.mark.extended("engines that start anew before a pool are in `make test` without the demo")
 
 
 @pytest.mark.shows(model="{model}", pool="{restarts}")
